@@ -1,0 +1,47 @@
+"""The exception tree.
+
+LynxError                     anything a user can mend; a ``ValueError``
+  ConfigError                 a flag, a field of a file or a combination of them is wrong
+  InfeasibleError             no plan fits the memory; carries the smallest budget that would
+  PlanError                   a plan file is malformed, or was made for another job
+  InstallError                a name in Megatron that is to be replaced is missing or has changed
+  TapeError                   the training loop used a layer in a way that the tape cannot follow
+"""
+
+from __future__ import annotations
+
+
+class LynxError(ValueError):
+    """Base of every error that a user of megatron_lynx can mend."""
+
+
+class ConfigError(LynxError):
+    """A flag or a field has a value that does not work, alone or beside another."""
+
+
+class InfeasibleError(LynxError):
+    """No plan fits the memory of a stage.
+
+    Attributes:
+        stage: pipeline rank that does not fit.
+        budget_bytes: the memory that was offered.
+        needed_bytes: the smallest memory with which some plan fits.
+    """
+
+    def __init__(self, message: str, *, stage: int, budget_bytes: int, needed_bytes: int) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.budget_bytes = budget_bytes
+        self.needed_bytes = needed_bytes
+
+
+class PlanError(LynxError):
+    """A plan is malformed, or does not belong to the job at hand."""
+
+
+class InstallError(LynxError):
+    """A target in Megatron is missing or has another signature than the one that was tested."""
+
+
+class TapeError(LynxError):
+    """A layer was used in a way that the tape cannot follow, such as a second backward pass."""

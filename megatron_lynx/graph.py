@@ -1,0 +1,143 @@
+"""What one transformer layer computes and saves: regions, storages, LayerGraph.
+
+A *region* is a stretch of the layer's forward pass between two submodule boundaries; it is the
+unit of recomputation. A *storage* is a block of memory; tensors that share one count once. Each
+storage is produced by one region and read, in the backward pass, by the regions in ``saved_by``.
+Storages that no backward reads exist too: they pass from one region to the next and matter when
+a region is run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+INPUT = "input"
+"""The pseudo-region that produces the layer's input. Only ``full-uniform-g`` plans drop it: it is
+rebuilt by running the end of the layer before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """A block of memory that a region produces.
+
+    ``saved_by`` names the regions whose backward reads it, in forward order; empty when it only
+    passes from region to region.
+    """
+
+    name: str
+    producer: str
+    size_bytes: int
+    saved_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A stretch of the forward pass.
+
+    ``reads`` are the storages that must be at hand to run it again. A region that depends on
+    random state and shapes alone (a dropout mask) reads nothing. ``communicates`` marks a region
+    that issues a tensor-parallel collective when it runs; ``draws`` one that uses random state.
+    """
+
+    name: str
+    reads: tuple[str, ...] = ()
+    communicates: bool = False
+    draws: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGraph:
+    """Regions in forward order and the storages between them.
+
+    Raises:
+        ValueError: a name twice, an unknown name, or a region that reads what comes later.
+    """
+
+    regions: tuple[Region, ...]
+    storages: tuple[Storage, ...]
+
+    def __post_init__(self) -> None:
+        order = {region.name: i for i, region in enumerate(self.regions)}
+        made = {storage.name: storage for storage in self.storages}
+        if len(order) != len(self.regions) or len(made) != len(self.storages):
+            raise ValueError("a region or storage name stands twice in the graph")
+        for storage in self.storages:
+            for name in (storage.producer, *storage.saved_by):
+                if name not in order:
+                    raise ValueError(f"storage {storage.name} names an unknown region {name}")
+        for region in self.regions:
+            for read in region.reads:
+                if read not in made or order[made[read].producer] >= order[region.name]:
+                    raise ValueError(f"region {region.name} cannot read {read}: it comes later")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Region names in forward order."""
+        return tuple(region.name for region in self.regions)
+
+    def region(self, name: str) -> Region:
+        """The region called ``name``; ``KeyError`` if there is none."""
+        for region in self.regions:
+            if region.name == name:
+                return region
+        raise KeyError(name)
+
+    def storage(self, name: str) -> Storage:
+        """The storage called ``name``; ``KeyError`` if there is none."""
+        for storage in self.storages:
+            if storage.name == name:
+                return storage
+        raise KeyError(name)
+
+    def produced_by(self, region: str) -> tuple[Storage, ...]:
+        """The storages that ``region`` produces."""
+        return tuple(storage for storage in self.storages if storage.producer == region)
+
+    def readers(self, storage: str) -> tuple[str, ...]:
+        """The regions that need ``storage`` to run again."""
+        return tuple(region.name for region in self.regions if storage in region.reads)
+
+    def inputs_of(self, region: str) -> tuple[str, ...]:
+        """The regions whose storages ``region`` needs to run again, in forward order."""
+        made = {self.storage(read).producer for read in self.region(region).reads}
+        return tuple(name for name in self.names if name in made)
+
+    def droppable(self) -> tuple[str, ...]:
+        """Regions with a storage that some backward reads, the layer's input left out."""
+        saved = {storage.producer for storage in self.storages if storage.saved_by}
+        return tuple(name for name in self.names if name in saved and name != INPUT)
+
+    def is_kept(self, storage: Storage, dropped: frozenset[str]) -> bool:
+        """Whether ``storage`` stays in memory from forward to backward when ``dropped`` are.
+
+        It stays if its producer is not dropped and somebody will need it: a backward, or a
+        dropped region that is to run again from it.
+        """
+        if storage.producer in dropped:
+            return False
+        return bool(storage.saved_by) or any(
+            reader in dropped for reader in self.readers(storage.name)
+        )
+
+    def kept_bytes(self, dropped: Iterable[str] = ()) -> int:
+        """Bytes that one layer holds per microbatch, its input included."""
+        gone = frozenset(dropped)
+        return sum(s.size_bytes for s in self.storages if self.is_kept(s, gone))
+
+    def rebuilt_bytes(self, region: str, dropped: Iterable[str]) -> int:
+        """Bytes that appear when the dropped ``region`` is rebuilt.
+
+        Counts what a backward reads, and what other dropped regions need to run again.
+        """
+        gone = frozenset(dropped)
+        return sum(
+            s.size_bytes
+            for s in self.produced_by(region)
+            if s.saved_by or any(reader in gone for reader in self.readers(s.name))
+        )
+
+    def fingerprint(self) -> str:
+        """A hash that changes with any region, storage or size."""
+        return hashlib.sha256(repr((self.regions, self.storages)).encode()).hexdigest()[:16]

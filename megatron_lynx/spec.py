@@ -1,0 +1,197 @@
+"""Model, Parallel and Batch: the job, by Megatron's own names.
+
+Every field is named like Megatron's flag (``num_layers`` is ``--num-layers``), so an error about
+a field is an error about a flag. Sizes that follow from others (head width, rows per rank) are
+properties, so that they are computed in one place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_lynx.errors import ConfigError
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{_flag(name)} {value!r} must be a whole number of at least 1")
+
+
+def _divides(divisor: int, by: str, total: int, of: str) -> None:
+    if total % divisor:
+        works = (total // divisor + 1) * divisor
+        raise ConfigError(
+            f"{_flag(of)} {total} is not divisible by {_flag(by)} {divisor}; "
+            f"{_flag(of)} {works} would be"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The shape of a GPT and the kernels that decide what its layers save.
+
+    Sizes are counts of elements. ``attention`` is ``flash`` (saves no s x s tensors) or
+    ``unfused`` (Megatron's local DotProductAttention). ``fused_activation`` is the inverse of
+    ``--no-bias-gelu-fusion`` / ``--no-bias-swiglu-fusion``. ``dtype_bytes`` is 2 for bf16/fp16, 4
+    for fp32. ``mask_bytes`` is the size of one element of a dropout mask: 1 on CUDA; on the CPU
+    torch saves masks in the activation type.
+
+    Raises:
+        ConfigError: a size below 1 or one that does not divide.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    ffn_hidden_size: int | None = None
+    swiglu: bool = False
+    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    max_position_embeddings: int | None = None
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    add_bias_linear: bool = True
+    untie_embeddings_and_output_weights: bool = False
+    attention_dropout: float = 0.1
+    hidden_dropout: float = 0.1
+    attention: Literal["flash", "unfused"] = "flash"
+    attention_softmax_in_fp32: bool = False
+    fused_activation: bool = True
+    dtype_bytes: int = 2
+    mask_bytes: int = 1
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        for optional in ("num_query_groups", "kv_channels", "ffn_hidden_size"):
+            if getattr(self, optional) is not None:
+                _positive(self, optional)
+        if self.kv_channels is None:
+            _divides(
+                self.num_attention_heads, "num_attention_heads", self.hidden_size, "hidden_size"
+            )
+        _divides(self.groups, "num_query_groups", self.num_attention_heads, "num_attention_heads")
+        for name in ("attention_dropout", "hidden_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(
+                    f"{_flag(name)} {getattr(self, name)} must be at least 0 and below 1; "
+                    f"{_flag(name)} 0.1 works"
+                )
+
+    @property
+    def groups(self) -> int:
+        """Key/value heads of the whole model: the heads themselves without GQA."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP; Megatron's defaults are 4h, and 8h/3 rounded to 64 with SwiGLU."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """Parallel sizes: tensor, pipeline, virtual pipeline (chunks per rank) and data.
+
+    Raises:
+        ConfigError: a size below 1, or VPP without PP.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    microbatch_group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "tp", "pp", "vpp", "dp")
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(f"--vpp {self.vpp} needs a pipeline; --vpp 1 works with --pp 1")
+        if self.sequence_parallel and self.tp == 1:
+            raise ConfigError(
+                "--sequence-parallel needs tensor parallelism; --tp 2 works, or leave it out"
+            )
+        if self.microbatch_group_size is not None and self.microbatch_group_size < self.pp:
+            raise ConfigError(
+                "--microbatch-group-size-per-virtual-pipeline-stage "
+                f"{self.microbatch_group_size} is below --pp {self.pp}; {self.pp} works"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Microbatches that one chunk runs before the next one takes over (VPP)."""
+        return self.microbatch_group_size or self.pp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequence length and batch sizes.
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+
+    def __post_init__(self) -> None:
+        _positive(self, "seq_length", "micro_batch_size", "global_batch_size")
+
+    def num_microbatches(self, dp: int) -> int:
+        """Microbatches that each pipeline runs in a step."""
+        return self.global_batch_size // (self.micro_batch_size * dp)
+
+
+def check_job(model: Model, parallel: Parallel, batch: Batch) -> None:
+    """Check what holds only for the three together, before anything is planned or started.
+
+    Raises:
+        ConfigError: names the flag, its value and a value that works.
+    """
+    tp = parallel.tp
+    _divides(tp, "tp", model.num_attention_heads, "num_attention_heads")
+    if model.groups % tp:
+        raise ConfigError(
+            f"--num-query-groups {model.groups} is not divisible by --tp {tp}; "
+            f"--num-query-groups {(model.groups // tp + 1) * tp} would be"
+        )
+    _divides(tp, "tp", model.ffn, "ffn_hidden_size")
+    if parallel.sequence_parallel:
+        _divides(tp, "tp", batch.seq_length, "seq_length")
+    if parallel.pp * parallel.vpp > model.num_layers:
+        raise ConfigError(
+            f"--num-layers {model.num_layers} is fewer than the {parallel.pp * parallel.vpp} stages "
+            f"of --pp {parallel.pp} --vpp {parallel.vpp}; --pp 1 works"
+        )
+    per_step = batch.micro_batch_size * parallel.dp
+    if batch.global_batch_size % per_step:
+        raise ConfigError(
+            f"--global-batch-size {batch.global_batch_size} is not a multiple of "
+            f"--micro-batch-size {batch.micro_batch_size} x --dp {parallel.dp}; "
+            f"--global-batch-size {(batch.global_batch_size // per_step + 1) * per_step} works"
+        )
+    microbatches = batch.num_microbatches(parallel.dp)
+    if parallel.vpp > 1 and microbatches % parallel.group_size and (
+        microbatches % parallel.group_size < parallel.pp
+    ):
+        raise ConfigError(
+            f"--vpp {parallel.vpp} needs a number of microbatches that is a multiple of "
+            f"{parallel.group_size}; --global-batch-size {per_step * parallel.group_size} works"
+        )
