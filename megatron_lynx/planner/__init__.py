@@ -1,0 +1,1 @@
+"""Planners: from a StageProblem to a StagePlan."""
