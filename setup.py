@@ -1,0 +1,5 @@
+"""One call: all metadata is in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

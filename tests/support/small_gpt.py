@@ -1,0 +1,156 @@
+"""A small GPT trained by stock Megatron core: model, DDP, optimizer and schedule, as one function.
+
+Runs inside a rank of ``run_ranks``. The tokens are drawn from a seed, so every call with the same
+arguments sees the same data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+VOCABULARY = 64
+SEQUENCE = 16
+MICRO_BATCH = 2
+MICROBATCHES = 4
+LAYERS = 4
+
+
+def train_small_gpt(
+    *,
+    steps: int,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    sequence_parallel: bool = False,
+    bf16: bool = False,
+    dropout: float = 0.1,
+    rope: bool = False,
+    seed: int = 1234,
+    **fields: Any,
+) -> dict[str, Any]:
+    """Train for ``steps`` optimizer steps; ``fields`` go to ``TransformerConfig``.
+
+    Returns ``losses`` (one list of microbatch losses per step; empty but on the last stage),
+    ``grad_norms`` (one per step) and ``parameters`` (name to tensor, after the last step).
+    """
+    parallel_state.initialize_model_parallel(tp, pp, vpp)
+    try:
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        config = TransformerConfig(
+            num_layers=LAYERS,
+            hidden_size=32,
+            num_attention_heads=4,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            sequence_parallel=sequence_parallel,
+            hidden_dropout=dropout,
+            attention_dropout=dropout,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+            masked_softmax_fusion=False,
+            bias_dropout_fusion=False,
+            gradient_accumulation_fusion=False,
+            deallocate_pipeline_outputs=pp > 1,
+            **fields,
+        )
+        chunks = _build(config, vpp, rope)
+        return _train(chunks, config, steps, vpp, seed)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _build(config: TransformerConfig, vpp: int | None, rope: bool) -> list[Any]:
+    chunks = []
+    for stage in range(vpp or 1):
+        vp_stage = stage if vpp else None
+        model: torch.nn.Module = GPTModel(
+            config,
+            get_gpt_layer_local_spec(normalization=config.normalization),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            position_embedding_type="rope" if rope else "learned_absolute",
+            vp_stage=vp_stage,
+        )
+        model.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
+        if config.bf16:
+            model = Float16Module(config, model)
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=config.bf16, use_distributed_optimizer=False)
+        chunks.append(DistributedDataParallel(config, ddp, model, disable_bucketing=stage > 0))
+    return chunks
+
+
+def _microbatches(seed: int, replica: int) -> Iterator[torch.Tensor]:
+    draws = torch.Generator().manual_seed(seed + replica)
+    while True:
+        yield torch.randint(VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=draws)
+
+
+def _forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    text = next(data)
+    positions = torch.arange(SEQUENCE).expand(MICRO_BATCH, SEQUENCE)
+    output = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
+    return output, _loss
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.item()}
+
+
+def _train(
+    chunks: list[Any], config: TransformerConfig, steps: int, vpp: int | None, seed: int
+) -> dict[str, Any]:
+    precision = {"bf16": True} if config.bf16 else {}
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=1e-3, clip_grad=1.0, params_dtype=config.params_dtype, **precision
+        ),
+        chunks,
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = partial(finalize_model_grads)
+    schedule = get_forward_backward_func()
+    replica = parallel_state.get_data_parallel_rank()
+    data = [_microbatches(seed, replica) for _ in chunks]
+    losses, grad_norms = [], []
+    for _ in range(steps):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = schedule(
+            forward_step_func=_forward_step,
+            data_iterator=data if vpp else data[0],
+            model=chunks if vpp else chunks[0],
+            num_microbatches=MICROBATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=False,
+        )
+        _, grad_norm, _ = optimizer.step()
+        losses.append([report["loss"] for report in reports])
+        grad_norms.append(float(grad_norm))
+    parameters = {
+        f"{stage}.{name}": parameter.detach().clone()
+        for stage, chunk in enumerate(chunks)
+        for name, parameter in chunk.module.named_parameters()
+    }
+    return {"losses": [step for step in losses if step], "grad_norms": grad_norms, "parameters": parameters}
