@@ -1,0 +1,324 @@
+"""The order in which each pipeline rank runs its microbatches, and what waits for what.
+
+An action is one pass of one microbatch through one model chunk: ``F2.0`` is the forward pass of
+microbatch 2 through chunk 0, ``B2.0`` its backward pass. A rank's schedule is a tuple of actions;
+the orders are Megatron's own (``core/pipeline_parallel/schedules.py``). Ranks and chunks together
+form *virtual stages*: virtual stage ``chunk * stages + stage`` holds the next layers in order.
+
+Rules that have their only home here: what an action waits for (``requires``), which forward pass
+opens its windows for which backward pass (``serves``), and what is alive (``in_flight``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.spec import Parallel
+
+_ACTION = re.compile(r"([FB])(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One pass of a microbatch through a model chunk; text form ``F2.0`` or ``B2.0``."""
+
+    kind: Literal["F", "B"]
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}.{self.chunk}"
+
+    @property
+    def forward(self) -> bool:
+        """Whether this is a forward pass."""
+        return self.kind == "F"
+
+
+def parse_action(text: str) -> Action:
+    """The inverse of ``str`` on an action.
+
+    Raises:
+        ValueError: the text is not of the form ``F2.0`` or ``B2.0``.
+    """
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"action {text!r} is not of the form F2.0 or B2.0")
+    kind: Literal["F", "B"] = "F" if match.group(1) == "F" else "B"
+    return Action(kind, int(match.group(2)), int(match.group(3)))
+
+
+def format_actions(order: Sequence[Action]) -> str:
+    """One line: the actions of a rank in order, separated by blanks."""
+    return " ".join(map(str, order))
+
+
+def parse_actions(text: str) -> tuple[Action, ...]:
+    """The inverse of ``format_actions``.
+
+    Raises:
+        ValueError: a word is not an action.
+    """
+    return tuple(map(parse_action, text.split()))
+
+
+def _weave(order: Sequence[tuple[int, int]], warmup: int, chunks: int) -> tuple[Action, ...]:
+    """Warm-up forwards, then a forward and a backward in turn, then the other backwards.
+
+    ``order`` lists (microbatch, chunk) of the forwards; backwards follow the same list with the
+    chunks counted from the other end.
+    """
+    forwards = [Action("F", microbatch, chunk) for microbatch, chunk in order]
+    backwards = [Action("B", microbatch, chunks - 1 - chunk) for microbatch, chunk in order]
+    warmup = min(warmup, len(forwards))
+    woven = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        woven += [forward, backward]
+    return tuple(woven + backwards[len(forwards) - warmup :])
+
+
+def one_f_one_b(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
+    """1F1B on one rank: ``stages - stage - 1`` forwards, then one forward and one backward in turn.
+
+    With one stage this is Megatron's schedule without a pipeline: ``F0 B0 F1 B1 ...``.
+    """
+    _check_place(stage, stages, microbatches)
+    return _weave([(mb, 0) for mb in range(microbatches)], stages - stage - 1, 1)
+
+
+def interleaved(
+    stage: int, stages: int, chunks: int, microbatches: int, group_size: int
+) -> tuple[Action, ...]:
+    """Interleaved 1F1B on one rank, in Megatron's order.
+
+    ``group_size`` microbatches run through one chunk before the next chunk takes over; the last
+    group may be smaller. Warm-up: ``2 (stages - stage - 1) + (chunks - 1) group_size`` forwards.
+
+    Raises:
+        ConfigError: a group size or a number of microbatches that Megatron refuses.
+    """
+    _check_place(stage, stages, microbatches)
+    rest = microbatches % group_size if group_size > 0 else 0
+    if not stages <= group_size <= microbatches:
+        raise ConfigError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group_size} must lie between "
+            f"--pp {stages} and the {microbatches} microbatches of a step; "
+            f"{stages} works with at least {stages} microbatches"
+        )
+    if 0 < rest < stages:
+        raise ConfigError(
+            f"{microbatches} microbatches in groups of {group_size} leave a last group of {rest}, "
+            f"fewer than --pp {stages}; {microbatches - rest} microbatches work"
+        )
+    order = [
+        (microbatch, chunk)
+        for first in range(0, microbatches, group_size)
+        for chunk in range(chunks)
+        for microbatch in range(first, min(first + group_size, microbatches))
+    ]
+    return _weave(order, 2 * (stages - stage - 1) + (chunks - 1) * group_size, chunks)
+
+
+def _check_place(stage: int, stages: int, microbatches: int) -> None:
+    if not 0 <= stage < stages:
+        raise ValueError(f"stage {stage} is not one of {stages} stages")
+    if microbatches < 1:
+        raise ConfigError(f"a step of {microbatches} microbatches is empty; 1 works")
+
+
+@lru_cache(maxsize=4096)
+def actions(parallel: Parallel, microbatches: int, stage: int) -> tuple[Action, ...]:
+    """The actions of rank ``stage``: 1F1B, or interleaved 1F1B when ``vpp`` is above 1.
+
+    Raises:
+        ConfigError: Megatron would refuse this number of microbatches.
+    """
+    if parallel.vpp == 1:
+        return one_f_one_b(stage, parallel.pp, microbatches)
+    return interleaved(stage, parallel.pp, parallel.vpp, microbatches, parallel.group_size)
+
+
+def schedule(parallel: Parallel, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """The actions of every rank."""
+    return tuple(actions(parallel, microbatches, stage) for stage in range(parallel.pp))
+
+
+def requires(action: Action, stage: int, stages: int, chunks: int) -> tuple[tuple[int, Action], ...]:
+    """*The* dependency rule: the (stage, action) pairs that must end before ``action`` starts.
+
+    A forward needs the forward of the virtual stage before it. A backward needs its own forward,
+    and the backward of the virtual stage after it. Pairs on another stage come over the pipeline
+    link. That a rank runs one action at a time, in its order, is not part of the rule.
+    """
+    mb, chunk = action.microbatch, action.chunk
+    if action.forward:
+        if stage > 0:
+            return ((stage - 1, Action("F", mb, chunk)),)
+        return ((stages - 1, Action("F", mb, chunk - 1)),) if chunk > 0 else ()
+    own = (stage, Action("F", mb, chunk))
+    if stage < stages - 1:
+        return own, (stage + 1, Action("B", mb, chunk))
+    return (own, (0, Action("B", mb, chunk + 1))) if chunk < chunks - 1 else (own,)
+
+
+def waits_for_gradient(action: Action, stage: int, stages: int, chunks: int) -> bool:
+    """Whether ``action`` is a backward that receives its gradient over the pipeline link.
+
+    Before such a backward there may be a stall, in which its activations can be rebuilt.
+    """
+    return not action.forward and any(other != stage for other, _ in requires(action, stage, stages, chunks))
+
+
+def backward_order(order: Sequence[Action]) -> tuple[Action, ...]:
+    """The backward passes of a rank in the order in which they run."""
+    return tuple(action for action in order if not action.forward)
+
+
+def next_backward(order: Sequence[Action], position: int) -> Action | None:
+    """The first backward pass after ``position``; None if there is none."""
+    return next((action for action in order[position + 1 :] if not action.forward), None)
+
+
+def serves(order: Sequence[Action], position: int) -> Action | None:
+    """The backward pass that the forward windows of the action at ``position`` serve.
+
+    It is the backward that comes right after this forward, unless that is the backward of the very
+    same pass, whose activations do not exist yet. None in the warm-up, for a backward, and for
+    every forward of a rank that runs each backward right after its own forward.
+    """
+    here = order[position]
+    if not here.forward or position + 1 >= len(order):
+        return None
+    after = order[position + 1]
+    own = after.microbatch == here.microbatch and after.chunk == here.chunk
+    return None if after.forward or own else after
+
+
+def has_forward_windows(parallel: Parallel, microbatches: int, stage: int) -> bool:
+    """Whether some forward pass of rank ``stage`` can serve a backward pass."""
+    order = actions(parallel, microbatches, stage)
+    return any(serves(order, position) is not None for position in range(len(order)))
+
+
+def _alive(order: Sequence[Action]) -> Iterator[tuple[int, ...]]:
+    """Microbatches per chunk whose activations are alive during each action."""
+    alive = [0] * (1 + max(action.chunk for action in order))
+    for action in order:
+        if action.forward:
+            alive[action.chunk] += 1
+        yield tuple(alive)
+        if not action.forward:
+            alive[action.chunk] -= 1
+
+
+@lru_cache(maxsize=4096)
+def in_flight(
+    parallel: Parallel, microbatches: int, stage: int, weights: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Microbatches alive per chunk of rank ``stage`` at the moment when most memory is held.
+
+    1F1B: ``min(microbatches, pp - stage)``. ``weights`` are the kept bytes (or layers) of each
+    chunk per microbatch; without them all chunks count the same. The first such moment is meant.
+    """
+    scale = weights or (1,) * parallel.vpp
+    return max(
+        _alive(actions(parallel, microbatches, stage)),
+        key=lambda alive: sum(n * weight for n, weight in zip(alive, scale, strict=True)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def in_flight_moments(parallel: Parallel, microbatches: int, stage: int) -> tuple[tuple[int, ...], ...]:
+    """All (microbatches alive per chunk) of rank ``stage`` that no other moment exceeds.
+
+    Whatever the chunks weigh, the peak of what is kept is at one of these. 1F1B has one.
+    """
+    seen = set(_alive(actions(parallel, microbatches, stage)))
+    return tuple(
+        sorted(
+            moment
+            for moment in seen
+            if not any(
+                other != moment and all(a >= b for a, b in zip(other, moment, strict=True)) for other in seen
+            )
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """What is wrong with a schedule: where, which action, why."""
+
+    stage: int
+    position: int
+    action: Action
+    reason: str
+
+
+def violations(schedule: Sequence[Sequence[Action]], chunks: int, microbatches: int) -> tuple[Violation, ...]:
+    """What keeps a schedule from running: actions missing, twice or foreign, and deadlocks."""
+    stages, found = len(schedule), list[Violation]()
+    due = {
+        Action(kind, mb, chunk)
+        for kind in ("F", "B")
+        for mb in range(microbatches)
+        for chunk in range(chunks)
+    }
+    for stage, order in enumerate(schedule):
+        seen: set[Action] = set()
+        for position, action in enumerate(order):
+            reason = "runs twice" if action in seen else "" if action in due else "is foreign"
+            seen.add(action)
+            if reason:
+                found.append(Violation(stage=stage, position=position, action=action, reason=reason))
+        found += [
+            Violation(stage=stage, position=len(order), action=action, reason="is missing")
+            for action in sorted(due - seen)
+        ]
+    done: set[tuple[int, Action]] = set()
+    at = [0] * stages
+    moved = True
+    while moved:
+        moved = False
+        for stage, order in enumerate(schedule):
+            while at[stage] < len(order) and done.issuperset(
+                requires(order[at[stage]], stage, stages, chunks)
+            ):
+                done.add((stage, order[at[stage]]))
+                at[stage] += 1
+                moved = True
+    for stage, order in enumerate(schedule):
+        if at[stage] < len(order):
+            stuck = order[at[stage]]
+            lacks = [
+                f"{a} of stage {s}" for s, a in requires(stuck, stage, stages, chunks) if (s, a) not in done
+            ]
+            reason = "waits for ever for " + " and ".join(lacks)
+            found.append(Violation(stage=stage, position=at[stage], action=stuck, reason=reason))
+    return tuple(found)
+
+
+def validate(schedule: Sequence[Sequence[Action]], chunks: int, microbatches: int) -> None:
+    """Check that every action runs once, on every rank, without a deadlock.
+
+    Raises:
+        ValueError: the whole schedule is printed, one line a rank, with a mark at each fault.
+    """
+    found = violations(schedule, chunks, microbatches)
+    if not found:
+        return
+    lines = ["the schedule cannot run:"]
+    for stage, order in enumerate(schedule):
+        words = [str(action) for action in order]
+        here = [violation for violation in found if violation.stage == stage]
+        for violation in here:
+            if violation.position < len(words):
+                words[violation.position] = f"[{violation.action}]"
+        notes = "; ".join(f"{v.action} {v.reason}" for v in here)
+        lines.append(f"stage {stage}: {' '.join(words)}" + (f"  <-- {notes}" if notes else ""))
+    raise ValueError("\n".join(lines))
