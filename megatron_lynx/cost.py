@@ -1,15 +1,20 @@
 """What running costs: nanoseconds per region, per collective and per transfer.
 
 ``LayerCosts`` holds the times of one layer, ``CostTable`` those of a whole job. Both are data:
-either estimated from a device's rates (``estimate``) or measured by the profiler.
+either estimated from a device's rates (``estimate.estimate``) or measured by the profiler.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from megatron_lynx.errors import ConfigError
 from megatron_lynx.plan import Window
+
+SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +77,79 @@ class LayerCosts:
             if kind == "bwd":
                 waits += self.window_ns(Window("bwd", 0, slot))
         return compute + waits
+
+
+_TABLE_TIMES = (
+    "p2p_ns",
+    "embedding_forward_ns",
+    "embedding_backward_ns",
+    "head_forward_ns",
+    "head_backward_ns",
+    "head_window_ns",
+)
+_LAYER_TIMES = ("forward_ns", "dgrad_ns", "wgrad_ns", "collective_ns")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """Times of a whole job, for one microbatch on one rank.
+
+    ``p2p_ns`` is one transfer of activations between neighbouring stages. The embedding is the
+    work of the first stage besides its layers, the head that of the last: final norm, output
+    layer, loss, collectives included. ``head_window_ns`` is how long the last stage then waits for
+    the output layer's input gradient, which ``head_backward_ns`` contains. ``graph`` is the
+    fingerprint of the layer's graph, so that a table is not used for another shape; ``source``
+    says where the times come from.
+    """
+
+    layer: LayerCosts
+    p2p_ns: int = 0
+    embedding_forward_ns: int = 0
+    embedding_backward_ns: int = 0
+    head_forward_ns: int = 0
+    head_backward_ns: int = 0
+    head_window_ns: int = 0
+    graph: str = ""
+    source: str = "custom"
+
+    def to_json(self) -> str:
+        """The JSON form, with a schema version; what ``--profile FILE`` reads."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "--profile") -> CostTable:
+        """Read the JSON form; ``where`` names the file in errors.
+
+        Raises:
+            ConfigError: not JSON, another schema, or a field missing or malformed.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data["schema"] != SCHEMA:
+                raise ConfigError(f"{where}: schema {data['schema']} is unknown; {SCHEMA} works")
+            layer = data["layer"]
+            times = {name: _times(layer[name], f"layer.{name}") for name in _LAYER_TIMES}
+            contention = float(layer.get("contention", 1.0))
+            if contention < 1.0:
+                raise ValueError(f"layer.contention {contention} is below 1")
+            whole = _times({name: data[name] for name in _TABLE_TIMES}, "table")
+            return cls(
+                layer=LayerCosts(**times, contention=contention),
+                **whole,
+                graph=str(data["graph"]),
+                source=str(data["source"]),
+            )
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"{where} is not a table of costs ({error!r}); `lynx profile` writes one"
+            ) from error
+
+
+def _times(table: Mapping[str, Any], where: str) -> dict[str, int]:
+    """``table`` itself, if each of its values is a whole number of nanoseconds."""
+    for name, value in table.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{where}: {name} {value!r} is not a whole number of nanoseconds")
+    return dict(table)
