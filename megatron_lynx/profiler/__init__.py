@@ -1,0 +1,1 @@
+"""Measures what a layer costs: time and bytes."""
