@@ -61,8 +61,10 @@ def parse_choice(text: str) -> Choice:
     Raises:
         PlanError: not ``keep``, ``demand`` or a window.
     """
-    if text == "keep" or text == "demand":
-        return text
+    if text == "keep":
+        return "keep"
+    if text == "demand":
+        return "demand"
     match = _WINDOW.fullmatch(text)
     if match is None:
         raise PlanError(f"choice {text!r} is not keep, demand or a window like bwd:3:linear_fc1")

@@ -6,6 +6,7 @@ arguments sees the same data.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -41,12 +42,14 @@ def train_small_gpt(
     dropout: float = 0.1,
     rope: bool = False,
     seed: int = 1234,
+    around: Callable[[list[Any]], contextlib.AbstractContextManager[Callable[..., Any]]] | None = None,
     **fields: Any,
 ) -> dict[str, Any]:
     """Train for ``steps`` optimizer steps; ``fields`` go to ``TransformerConfig``.
 
+    ``around(chunks)`` is a context entered for the training; it yields what wraps the schedule.
     Returns ``losses`` (one list of microbatch losses per step; empty but on the last stage),
-    ``grad_norms`` (one per step) and ``parameters`` (name to tensor, after the last step).
+    ``grad_norms`` and ``gradients`` (one per step) and ``parameters`` (name to tensor, after the last step).
     """
     parallel_state.initialize_model_parallel(tp, pp, vpp)
     try:
@@ -71,7 +74,8 @@ def train_small_gpt(
             **fields,
         )
         chunks = _build(config, vpp, rope)
-        return _train(chunks, config, steps, vpp, seed)
+        with around(chunks) if around else contextlib.nullcontext(lambda schedule: schedule) as wrap:
+            return _train(chunks, config, steps, vpp, seed, wrap)
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -117,7 +121,12 @@ def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
 
 
 def _train(
-    chunks: list[Any], config: TransformerConfig, steps: int, vpp: int | None, seed: int
+    chunks: list[Any],
+    config: TransformerConfig,
+    steps: int,
+    vpp: int | None,
+    seed: int,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> dict[str, Any]:
     precision = {"bf16": True} if config.bf16 else {}
     optimizer = get_megatron_optimizer(
@@ -128,10 +137,10 @@ def _train(
     )
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = partial(finalize_model_grads)
-    schedule = get_forward_backward_func()
+    schedule = wrap(get_forward_backward_func())
     replica = parallel_state.get_data_parallel_rank()
     data = [_microbatches(seed, replica) for _ in chunks]
-    losses, grad_norms = [], []
+    losses, grad_norms, gradients = [], [], []
     for _ in range(steps):
         for chunk in chunks:
             chunk.zero_grad_buffer()
@@ -145,12 +154,24 @@ def _train(
             micro_batch_size=MICRO_BATCH,
             forward_only=False,
         )
+        gradients.append(_gradients(chunks))
         _, grad_norm, _ = optimizer.step()
         losses.append([report["loss"] for report in reports])
         grad_norms.append(float(grad_norm))
-    parameters = {
-        f"{stage}.{name}": parameter.detach().clone()
-        for stage, chunk in enumerate(chunks)
-        for name, parameter in chunk.module.named_parameters()
+    return {
+        "losses": [step for step in losses if step],
+        "grad_norms": grad_norms,
+        "gradients": gradients,
+        "parameters": {name: p.detach().clone() for name, p in _named_parameters(chunks)},
     }
-    return {"losses": [step for step in losses if step], "grad_norms": grad_norms, "parameters": parameters}
+
+
+def _named_parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
+    for stage, chunk in enumerate(chunks):
+        for name, parameter in chunk.module.named_parameters():
+            yield f"{stage}.{name}", parameter
+
+
+def _gradients(chunks: list[Any]) -> dict[str, torch.Tensor]:
+    """Every parameter's gradient, as it goes into the optimizer."""
+    return {name: parameter.main_grad.clone() for name, parameter in _named_parameters(chunks)}
