@@ -1,0 +1,285 @@
+"""Discrete events over ranks: when each pass of each microbatch runs.
+
+A rank runs its actions in the order of its schedule. An action starts when the rank is free; its
+early work (rebuilding in a stall) runs at once, its body when what it requires has arrived. What
+crosses to another rank occupies the link of its direction for ``p2p_ns``, one transfer after the
+other; the sender does not wait for it. Times are integer nanoseconds.
+
+Everything happens in an order that is fixed by the schedule alone, so a ``Program`` is made once
+per (parallel sizes, microbatches) and one flat loop over it is the whole event engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron_lynx import schedule
+from megatron_lynx.cost import CostTable
+from megatron_lynx.graph import LayerGraph
+from megatron_lynx.plan import StagePlan
+from megatron_lynx.schedule import Action
+from megatron_lynx.simulator.ledger import GraphIndex
+from megatron_lynx.simulator.timeline import Run, Timeline
+from megatron_lynx.simulator.walk import StageWalk
+from megatron_lynx.spec import Parallel
+
+
+class Op(NamedTuple):
+    """One action of a Program: ``key`` finds its times in the tables of all ranks laid end to end,
+    ``source`` is the op whose result must arrive (-1: none), ``link`` the link that its own result
+    takes (-1: none)."""
+
+    rank: int
+    key: int
+    source: int
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All actions of all ranks, each after what it requires.
+
+    A rank's table has ``width`` entries: forwards by (chunk, chunk served or none), then backwards
+    by (chunk, chunk of the forward that served it or none); see ``SimStage``.
+    """
+
+    ranks: int
+    chunks: int
+    ops: tuple[Op, ...]
+    actions: tuple[Action, ...]
+
+    @property
+    def width(self) -> int:
+        """Entries of one rank's table."""
+        return 2 * self.chunks * (self.chunks + 1)
+
+    def used(self, rank: int) -> frozenset[int]:
+        """Which entries of ``rank``'s table occur."""
+        base = rank * self.width
+        return frozenset(op.key - base for op in self.ops if op.rank == rank)
+
+
+def variant(chunks: int, action: Action, partner: int | None) -> int:
+    """Index of an action in its rank's table; ``partner`` is the chunk served or serving."""
+    row = action.chunk if action.forward else chunks + action.chunk
+    return row * (chunks + 1) + (chunks if partner is None else partner)
+
+
+@lru_cache(maxsize=64)
+def program(parallel: Parallel, microbatches: int) -> Program:
+    """Order the actions of all ranks so that each stands after what it requires."""
+    orders = schedule.schedule(parallel, microbatches)
+    stages, chunks = parallel.pp, parallel.vpp
+    width = 2 * chunks * (chunks + 1)
+    done: dict[tuple[int, Action], int] = {}
+    ops: list[Op] = []
+    listed: list[Action] = []
+    at = [0] * stages
+    while len(ops) < 2 * stages * chunks * microbatches:
+        for rank, order in enumerate(orders):
+            while at[rank] < len(order):
+                position, action = at[rank], order[at[rank]]
+                needs = schedule.requires(action, rank, stages, chunks)
+                if any(need not in done for need in needs):
+                    break
+                source = next((done[need] for need in needs if need[0] != rank), -1)
+                partner = _partner(order, position)
+                done[rank, action] = len(ops)
+                ops.append(
+                    Op(
+                        rank=rank,
+                        key=rank * width + variant(chunks, action, partner),
+                        source=source,
+                        link=_link(action, rank, stages, chunks),
+                    )
+                )
+                listed.append(action)
+                at[rank] += 1
+    return Program(stages, chunks, tuple(ops), tuple(listed))
+
+
+def _partner(order: Sequence[Action], position: int) -> int | None:
+    """The chunk that a forward serves, or that of the forward that served a backward."""
+    if order[position].forward:
+        served = schedule.serves(order, position)
+        return None if served is None else served.chunk
+    if position and schedule.serves(order, position - 1) is not None:
+        return order[position - 1].chunk
+    return None
+
+
+def _link(action: Action, rank: int, stages: int, chunks: int) -> int:
+    """The link that the result takes: 2 rank to the next rank, 2 rank + 1 to the previous one."""
+    if stages == 1:
+        return -1
+    if action.forward:
+        last = rank == stages - 1 and action.chunk == chunks - 1
+        return -1 if last else 2 * rank
+    return -1 if rank == 0 and action.chunk == 0 else 2 * rank + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimStage:
+    """One rank's times, as tables over the variants of its passes.
+
+    ``early_ns[k]`` may run before the input arrives, ``body_ns[k]`` after; ``k`` is ``variant``.
+    """
+
+    early_ns: tuple[int, ...]
+    body_ns: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        forward_ns: Sequence[int],
+        backward_ns: Sequence[int],
+        early_ns: Sequence[int] | None = None,
+    ) -> SimStage:
+        """A rank whose passes take the same time whatever they serve; one entry per chunk."""
+        chunks = len(forward_ns)
+        early = [0] * chunks if early_ns is None else early_ns
+        body = [t for row in (*forward_ns, *backward_ns) for t in (row,) * (chunks + 1)]
+        first = [t for row in ([0] * chunks + list(early)) for t in (row,) * (chunks + 1)]
+        return cls(early_ns=tuple(first), body_ns=tuple(body))
+
+    @classmethod
+    def from_walk(cls, walk: StageWalk, used: frozenset[int] | None = None) -> SimStage:
+        """The times of a plan; entries that are not ``used`` are left at 0."""
+        chunks = walk.chunks
+        width = chunks + 1
+        early, body = [0] * (2 * chunks * width), [0] * (2 * chunks * width)
+        for key in range(2 * chunks * width) if used is None else used:
+            row, column = divmod(key, width)
+            partner = None if column == chunks else column
+            one = walk.forward(row, partner) if row < chunks else walk.backward(row - chunks, partner)
+            early[key], body[key] = one.early_ns, one.body_ns
+        return cls(early_ns=tuple(early), body_ns=tuple(body))
+
+    @property
+    def period_ns(self) -> int:
+        """Time of one microbatch in all chunks when the pipeline is full: the slowest variants.
+
+        Work for a stall is left out: it is to be hidden.
+        """
+        chunks = self._chunks()
+        width = chunks + 1
+        return sum(max(self.body_ns[row * width : (row + 1) * width]) for row in range(2 * chunks))
+
+    def _chunks(self) -> int:
+        chunks = 1
+        while 2 * chunks * (chunks + 1) < len(self.body_ns):
+            chunks += 1
+        return chunks
+
+
+def _play(prog: Program, stages: Sequence[SimStage], p2p_ns: int) -> tuple[list[int], list[int]]:
+    """The event loop: when each op ends, and when its result has arrived where it goes."""
+    early = [t for stage in stages for t in stage.early_ns]
+    body = [t for stage in stages for t in stage.body_ns]
+    free = [0] * prog.ranks
+    wire = [0] * (2 * prog.ranks)
+    ends: list[int] = []
+    arrivals: list[int] = []
+    for rank, key, source, link in prog.ops:
+        now = free[rank] + early[key]
+        if source >= 0 and arrivals[source] > now:
+            now = arrivals[source]
+        now += body[key]
+        free[rank] = now
+        ends.append(now)
+        if link >= 0 and p2p_ns:
+            sent = wire[link]
+            now = (sent if sent > now else now) + p2p_ns
+            wire[link] = now
+        arrivals.append(now)
+    return ends, arrivals
+
+
+def iteration_ns(stages: Sequence[SimStage], parallel: Parallel, microbatches: int, p2p_ns: int = 0) -> int:
+    """Time from the first forward to the last backward; the cheap entry for a search."""
+    return max(_play(program(parallel, microbatches), stages, p2p_ns)[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimJob:
+    """What is to be simulated: a plan for every rank, and what things cost.
+
+    ``workspace_bytes`` is what one layer's backward needs besides its saved storages.
+    """
+
+    stages: tuple[StagePlan, ...]
+    graph: LayerGraph
+    table: CostTable
+    parallel: Parallel
+    microbatches: int
+    workspace_bytes: int = 0
+
+
+def sim_stage(
+    plan: StagePlan,
+    graph: LayerGraph | GraphIndex,
+    table: CostTable,
+    parallel: Parallel,
+    microbatches: int,
+) -> SimStage:
+    """The times of one rank under a plan, for ``iteration_ns``."""
+    used = program(parallel, microbatches).used(plan.stage)
+    return SimStage.from_walk(StageWalk(plan, graph, table, parallel.pp), used)
+
+
+def simulate(job: SimJob) -> Timeline:
+    """Run one step of the job.
+
+    Raises:
+        ValueError: the number of plans or of chunks is not that of the parallel sizes.
+    """
+    parallel = job.parallel
+    if len(job.stages) != parallel.pp:
+        raise ValueError(f"{len(job.stages)} plans for {parallel.pp} pipeline ranks")
+    for plan in job.stages:
+        if len(plan.chunks) != parallel.vpp:
+            raise ValueError(f"stage {plan.stage} has {len(plan.chunks)} chunks, not {parallel.vpp}")
+    index = GraphIndex(job.graph)
+    walks = tuple(StageWalk(plan, index, job.table, parallel.pp, job.workspace_bytes) for plan in job.stages)
+    prog = program(parallel, job.microbatches)
+    tables = [SimStage.from_walk(walk, prog.used(rank)) for rank, walk in enumerate(walks)]
+    return play(prog, tables, job.table.p2p_ns, walks)
+
+
+def play(
+    prog: Program,
+    stages: Sequence[SimStage],
+    p2p_ns: int = 0,
+    walks: Sequence[StageWalk] | None = None,
+) -> Timeline:
+    """Run a program on given times; with ``walks`` the timeline knows the inside of each pass."""
+    ends, arrivals = _play(prog, stages, p2p_ns)
+    runs: list[list[Run]] = [[] for _ in range(prog.ranks)]
+    free = [0] * prog.ranks
+    chunks, width = prog.chunks, prog.width
+    for i, (op, action) in enumerate(zip(prog.ops, prog.actions, strict=True)):
+        key = op.key - op.rank * width
+        column = key % (chunks + 1)
+        stage = stages[op.rank]
+        runs[op.rank].append(
+            Run(
+                stage=op.rank,
+                action=action,
+                partner=None if column == chunks else column,
+                start_ns=free[op.rank],
+                ready_ns=free[op.rank] + stage.early_ns[key],
+                arrival_ns=arrivals[op.source] if op.source >= 0 else 0,
+                begin_ns=ends[i] - stage.body_ns[key],
+                end_ns=ends[i],
+                sent_ns=arrivals[i] - p2p_ns if op.link >= 0 and p2p_ns else ends[i],
+                delivered_ns=arrivals[i],
+            )
+        )
+        free[op.rank] = ends[i]
+    return Timeline(
+        runs=tuple(tuple(rank) for rank in runs),
+        walks=tuple(walks) if walks is not None else None,
+    )

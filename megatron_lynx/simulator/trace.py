@@ -1,0 +1,138 @@
+"""A timeline as Chrome trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
+
+Format: "Trace Event Format" of the Chromium project: complete events (``X``), counters (``C``),
+flow events (``s``, ``f``) and metadata (``M``). A pipeline rank is a process, its streams are
+threads. Times in the file are microseconds; ours are nanoseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_lynx.simulator import memory
+from megatron_lynx.simulator import passes as kinds
+from megatron_lynx.simulator.timeline import Span, Timeline
+
+Event = dict[str, Any]
+
+_STREAM_NAMES = {
+    kinds.COMPUTE: "compute",
+    kinds.TENSOR_LINK: "tensor-parallel link",
+    kinds.PIPELINE_LINK: "pipeline link",
+}
+_COLORS = {
+    kinds.FORWARD: "thread_state_runnable",
+    kinds.BACKWARD: "rail_response",
+    kinds.HIDDEN: "good",
+    kinds.STALL: "rail_idle",
+    kinds.EXPOSED: "terrible",
+    kinds.WAIT: "grey",
+    kinds.COLLECTIVE: "rail_load",
+    kinds.P2P: "rail_animation",
+}
+"""Names from the palette of the trace viewer; Perfetto picks its own."""
+
+
+def _us(time_ns: int) -> float:
+    return time_ns / 1000
+
+
+def trace_events(timeline: Timeline, static_bytes: Sequence[int] | None = None) -> list[Event]:
+    """All events; ``static_bytes`` per rank is added to the memory counter."""
+    stages = range(len(timeline.runs))
+    static = static_bytes or [0] * len(timeline.runs)
+    events: list[Event] = []
+    for stage in stages:
+        events += _metadata(stage)
+        events += [_complete(span) for span in timeline.spans(stage) if span.kind != kinds.IDLE]
+        events += _counters(timeline, stage, static[stage])
+    events += _flows(timeline)
+    return events
+
+
+def to_json(timeline: Timeline, static_bytes: Sequence[int] | None = None) -> str:
+    """The trace file's text."""
+    whole = {"traceEvents": trace_events(timeline, static_bytes), "displayTimeUnit": "ns"}
+    return json.dumps(whole, separators=(",", ":")) + "\n"
+
+
+def _metadata(stage: int) -> list[Event]:
+    def name(kind: str, tid: int, **args: Any) -> Event:
+        return {"ph": "M", "name": kind, "pid": stage, "tid": tid, "args": args}
+
+    events = [
+        name("process_name", 0, name=f"stage {stage}"),
+        name("process_sort_index", 0, sort_index=stage),
+    ]
+    for tid, stream in enumerate(kinds.STREAMS):
+        events.append(name("thread_name", tid, name=_STREAM_NAMES[stream]))
+        events.append(name("thread_sort_index", tid, sort_index=tid))
+    return events
+
+
+def _complete(span: Span) -> Event:
+    event: Event = {
+        "ph": "X",
+        "name": span.label or span.kind,
+        "cat": span.kind,
+        "pid": span.stage,
+        "tid": kinds.STREAMS.index(span.stream),
+        "ts": _us(span.start_ns),
+        "dur": _us(span.duration_ns),
+        "args": {"kind": span.kind},
+    }
+    if span.kind in _COLORS:
+        event["cname"] = _COLORS[span.kind]
+    if span.action is not None:
+        event["args"]["action"] = str(span.action)
+    if span.layer >= 0:
+        event["args"]["layer"] = span.layer
+    return event
+
+
+def _counters(timeline: Timeline, stage: int, static_bytes: int) -> Iterator[Event]:
+    for at_ns, held in memory.curve(timeline, stage, static_bytes):
+        yield {
+            "ph": "C",
+            "name": "memory",
+            "pid": stage,
+            "tid": 0,
+            "ts": _us(at_ns),
+            "args": {"bytes": held},
+        }
+
+
+def _flows(timeline: Timeline) -> Iterator[Event]:
+    """An arrow from each transfer to the action that waits for it."""
+    waiting = {
+        (run.action.forward, run.arrival_ns, run.action.microbatch): run
+        for rank in timeline.runs
+        for run in rank
+        if run.arrival_ns
+    }
+    number = 0
+    for rank in timeline.runs:
+        for run in rank:
+            key = (run.action.forward, run.delivered_ns, run.action.microbatch)
+            if run.sent_ns == run.delivered_ns or key not in waiting:
+                continue
+            number += 1
+            target = waiting[key]
+            base = {"name": "transfer", "cat": kinds.P2P, "id": number}
+            yield {
+                **base,
+                "ph": "s",
+                "pid": run.stage,
+                "tid": kinds.STREAMS.index(kinds.PIPELINE_LINK),
+                "ts": _us(run.sent_ns),
+            }
+            yield {
+                **base,
+                "ph": "f",
+                "bp": "e",
+                "pid": target.stage,
+                "tid": kinds.STREAMS.index(kinds.COMPUTE),
+                "ts": _us(target.begin_ns),
+            }
