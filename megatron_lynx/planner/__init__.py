@@ -1,1 +1,104 @@
-"""Planners: from a StageProblem to a StagePlan."""
+"""Planners: from a StageProblem to a StagePlan.
+
+``plan`` runs one of ``PLANNERS``, prices its answer in integer nanoseconds and bytes, and hands it to
+``verify`` before anybody sees it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+from megatron_lynx.errors import ConfigError, PlanError
+from megatron_lynx.planner.baselines import (
+    full_block,
+    full_uniform,
+    infeasible,
+    none,
+    selective,
+    tail_free,
+)
+from megatron_lynx.planner.greedy import windows
+from megatron_lynx.planner.heu import heu
+from megatron_lynx.planner.price import Pricer
+from megatron_lynx.planner.problem import StageProblem
+from megatron_lynx.planner.result import Answer, PlannedStage, Planner, SolveOptions, SolveReport
+from megatron_lynx.planner.verify import Violation, timeline, verify, walk
+
+__all__ = [
+    "PLANNERS",
+    "PlannedStage",
+    "SolveOptions",
+    "SolveReport",
+    "StageProblem",
+    "Violation",
+    "plan",
+    "verify",
+]
+
+PLANNERS: dict[str, Planner] = {
+    "none": none,
+    "full-uniform": full_uniform,
+    "full-block": full_block,
+    "selective": selective,
+    "tail-free": tail_free,
+    "windows": windows,
+    "heu": heu,
+}
+"""Every planner by name. ``full-uniform-G`` and ``full-block-K`` are understood as well; without a
+number the best one is taken."""
+
+_NUMBERED = {"full-uniform": full_uniform, "full-block": full_block}
+
+
+def plan(problem: StageProblem, planner: str = "opt", options: SolveOptions | None = None) -> PlannedStage:
+    """Plan one stage: solve, price, verify.
+
+    Raises:
+        ConfigError: no planner of that name.
+        InfeasibleError: nothing that the planner may choose fits the budget.
+        PlanError: ``verify`` refuses the answer (an error of ours; the timeline shows where).
+    """
+    options = options or SolveOptions()
+    started = time.perf_counter_ns()
+    offered = options.restrict(problem)
+    answer = _solve(offered, planner, options)
+    price = Pricer(offered, answer.graph).price(answer.plan)
+    if answer.status == "fixed" and price.peak_bytes > problem.budget_bytes:
+        raise infeasible(problem, planner, price.peak_bytes)
+    result = walk(offered, answer.plan, graph=answer.graph, soft=options.soft)
+    if result.violations:
+        raise PlanError(f"planner {planner} broke a rule\n{timeline(offered, answer.plan, result)}")
+    bound = answer.bound_ns
+    short = 0 if bound is None else max(0, price.exposed_ns - bound)
+    report = SolveReport(
+        planner=planner if answer.number is None else f"{planner.rstrip('-0123456789')}-{answer.number}",
+        status=answer.status,
+        exposed_ns=price.exposed_ns,
+        hidden_ns=price.hidden_ns,
+        kept_bytes=price.kept_bytes,
+        rebuilt_bytes=price.rebuilt_bytes,
+        peak_bytes=price.peak_bytes,
+        peak_point=price.peak_point,
+        bound_ns=bound,
+        gap=short / price.exposed_ns if short else 0.0,
+        wall_ns=time.perf_counter_ns() - started,
+    )
+    return PlannedStage(plan=answer.plan, report=report, graph=answer.graph or problem.graph)
+
+
+def _solve(problem: StageProblem, planner: str, options: SolveOptions) -> Answer:
+    numbered = re.fullmatch(r"(full-uniform|full-block)-(\d+)", planner)
+    if numbered:
+        number = int(numbered.group(2))
+        if numbered.group(1) == "full-uniform" and number < 1:
+            raise ConfigError(
+                f"--lynx-planner {planner}: a group has at least one layer; full-uniform-1 works"
+            )
+        return _NUMBERED[numbered.group(1)](problem, options, number)
+    if planner not in PLANNERS:
+        known = ", ".join(PLANNERS)
+        raise ConfigError(
+            f"--lynx-planner {planner!r} is unknown; known are {known}, full-uniform-G, full-block-K"
+        )
+    return PLANNERS[planner](problem, options)

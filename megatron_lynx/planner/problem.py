@@ -3,6 +3,20 @@
 The rules of the problem (which window serves whom, what is alive when) are those of the design:
 forward windows of the forward pass just before the backward, then the stall, then the backward
 windows in execution order (last layer first), then on demand.
+
+Memory is counted at *points*, in this order: each forward window, the end of the forward pass, the
+stall, the head, and the backward of each layer (last layer first). A backward window belongs to the
+point of the layer whose backward it interrupts. At a point are alive:
+
+- what is kept, once per microbatch in flight; once less for a layer whose backward has passed;
+- what was rebuilt, from the point of its window (or, on demand, the layer's backward) to the layer's
+  backward if some backward reads it, else to the point where the last dropped region that reads it
+  is rebuilt;
+- in a backward, the workspace.
+
+With several model chunks a backward of one chunk is not followed at once by that of another, so all
+that another chunk holds counts as alive throughout: its in-flight microbatches in full, and what was
+rebuilt for it before the backward passes.
 """
 
 from __future__ import annotations
@@ -45,6 +59,18 @@ class StageProblem:
         """Global indices of all layers of this rank, chunk by chunk."""
         return tuple(layer for chunk in self.chunks for layer in chunk)
 
+    @property
+    def backward_order(self) -> tuple[int, ...]:
+        """The layers in the order of their backward passes: last chunk first, last layer first."""
+        return tuple(layer for chunk in reversed(self.chunks) for layer in reversed(chunk))
+
+    def chunk_of(self, layer: int) -> int:
+        """The model chunk that holds global layer ``layer``; ``KeyError`` if none does."""
+        for number, chunk in enumerate(self.chunks):
+            if layer in chunk:
+                return number
+        raise KeyError(layer)
+
     def windows(self) -> tuple[Window, ...]:
         """Every window in the order in which it serves one backward pass."""
         found: list[Window] = []
@@ -55,9 +81,8 @@ class StageProblem:
             found.append(Window("stall"))
         if self.head_ns:
             found.append(Window("head"))
-        for chunk in reversed(self.chunks):
-            for layer in reversed(chunk):
-                found += [Window("bwd", layer, slot) for slot in self.backward_slots]
+        for layer in self.backward_order:
+            found += [Window("bwd", layer, slot) for slot in self.backward_slots]
         return tuple(found)
 
     def capacity_ns(self, window: Window) -> int:
@@ -67,3 +92,42 @@ class StageProblem:
         if window.kind == "head":
             return self.head_ns
         return self.costs.window_ns(window)
+
+    def work_ns(self, region: str, window: Window) -> int:
+        """Time that rebuilding ``region`` takes inside ``window``.
+
+        Only in the stall is the device free of a collective, hence of its contention.
+        """
+        return self.costs.rebuild_ns(region, hidden=window.kind != "stall")
+
+    def demand_ns(self, region: str) -> int:
+        """Time on the critical path when ``region`` is rebuilt on demand, collective included."""
+        wait = self.costs.collective_ns.get(f"fwd:{region}", 0)
+        again = wait if self.graph.region(region).communicates else 0
+        return self.costs.rebuild_ns(region, hidden=False) + again
+
+    def last_reader(self, region: str) -> int:
+        """The position, in forward order, of the first backward that needs ``region``'s storages
+        (the backward goes from the last region to the first); -1 if none does."""
+        names = self.graph.names
+        readers = [names.index(n) for s in self.graph.produced_by(region) for n in s.saved_by]
+        return max(readers, default=-1)
+
+    def serves(self, window: Window, layer: int, region: str) -> bool:
+        """Whether ``window`` comes before the backward of ``layer`` needs ``region``.
+
+        With several chunks, forward and backward windows serve their own chunk, and the head's
+        the last one. A backward window also serves its own layer: the regions whose readers all
+        come before the slot's in forward order, since their backward is still to come.
+        """
+        if window.kind == "stall":
+            return True
+        if window.kind == "head":
+            return self.chunk_of(layer) == len(self.chunks) - 1
+        chunk = self.chunk_of(layer)
+        if window.layer not in self.chunks[chunk]:
+            return False
+        if window.kind == "fwd" or window.layer > layer:
+            return True
+        slot = window.slot.partition(".")[0]
+        return window.layer == layer and self.last_reader(region) < self.graph.names.index(slot)

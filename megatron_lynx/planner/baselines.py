@@ -1,0 +1,127 @@
+"""Megatron's own ways to recompute, as plans: none, full (uniform and block), selective, tail-free.
+
+They cost what Megatron's really cost. Full recomputation runs a layer's whole forward again with
+every collective, so its plans name every region, also those that no backward needs (``linear_fc2``,
+its collective, ``mlp_bda``). Tail-free is full without those. Selective recomputation keeps the
+output of ``core_attention`` (the next linear saves it) and drops what is inside, so it is priced by
+``megatron_graph``, in which that output does not belong to the region that is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_lynx.errors import ConfigError, InfeasibleError
+from megatron_lynx.graph import INPUT, LayerGraph, Region
+from megatron_lynx.plan import DEMAND, Choice, StagePlan
+from megatron_lynx.planner.price import Pricer, candidates, stage_plan
+from megatron_lynx.planner.problem import StageProblem
+from megatron_lynx.planner.result import Answer, SolveOptions
+from megatron_lynx.units import format_bytes
+
+ATTENTION = "core_attention"
+ATTENTION_RESULT = "core_attention_result"
+
+
+def infeasible(problem: StageProblem, planner: str, needed_bytes: int) -> InfeasibleError:
+    """The error that no plan of ``planner`` fits, and the smallest budget with which one would."""
+    return InfeasibleError(
+        f"stage {problem.stage}: no plan of {planner} fits {format_bytes(problem.budget_bytes)} of "
+        f"activations; the smallest budget that would is {format_bytes(needed_bytes)} "
+        f"({needed_bytes} bytes)",
+        stage=problem.stage,
+        budget_bytes=problem.budget_bytes,
+        needed_bytes=needed_bytes,
+    )
+
+
+def none(problem: StageProblem, options: SolveOptions) -> Answer:
+    """Keep everything."""
+    return Answer(plan=stage_plan(problem, {}), status="fixed")
+
+
+def _whole(graph: LayerGraph) -> dict[str, Choice]:
+    return {name: DEMAND for name in graph.names if name != INPUT}
+
+
+def uniform(problem: StageProblem, group: int) -> StagePlan:
+    """``--recompute-method uniform --recompute-num-layers group``: of every ``group`` layers of a
+    chunk only the first one's input is kept."""
+    choices: dict[int, dict[str, Choice]] = {}
+    for chunk in problem.chunks:
+        for i, layer in enumerate(chunk):
+            first = i % group == 0
+            choices[layer] = _whole(problem.graph) if first else {INPUT: DEMAND, **_whole(problem.graph)}
+    return stage_plan(problem, choices)
+
+
+def block(problem: StageProblem, count: int) -> StagePlan:
+    """``--recompute-method block --recompute-num-layers count``: the first ``count`` layers of
+    each chunk are recomputed, one by one."""
+    return stage_plan(
+        problem,
+        {layer: _whole(problem.graph) for chunk in problem.chunks for layer in chunk[:count]},
+    )
+
+
+def full_uniform(problem: StageProblem, options: SolveOptions, group: int | None = None) -> Answer:
+    """Full recomputation of groups: ``group`` layers, or the best number.
+
+    All groups cost the same time, so the best is the smallest that fits, and 1 first.
+    """
+    longest = max((len(chunk) for chunk in problem.chunks), default=1)
+    tried = [group] if group else list(range(1, max(1, longest) + 1))
+    return _first_that_fits(problem, "full-uniform", [(g, uniform(problem, g)) for g in tried])
+
+
+def full_block(problem: StageProblem, options: SolveOptions, count: int | None = None) -> Answer:
+    """Full recomputation of the first ``count`` layers of each chunk, or of as few as will fit.
+
+    Megatron has one number for all stages: take the largest of the stages' own ``number``.
+    """
+    longest = max((len(chunk) for chunk in problem.chunks), default=0)
+    tried = [count] if count is not None else list(range(longest + 1))
+    return _first_that_fits(problem, "full-block", [(k, block(problem, k)) for k in tried])
+
+
+def _first_that_fits(problem: StageProblem, planner: str, plans: list[tuple[int, StagePlan]]) -> Answer:
+    pricer = Pricer(problem)
+    peaks = []
+    for number, plan in plans:
+        peaks.append(pricer.price(plan).peak_bytes)
+        if peaks[-1] <= problem.budget_bytes:
+            return Answer(plan=plan, status="fixed", number=number)
+    raise infeasible(problem, planner, min(peaks))
+
+
+def megatron_graph(graph: LayerGraph) -> LayerGraph:
+    """``graph`` with the output of ``core_attention`` outside of the region, and so kept."""
+    names = graph.names
+    split = names.index(ATTENTION) + 1
+    regions = (*graph.regions[:split], Region(name=ATTENTION_RESULT), *graph.regions[split:])
+    storages = tuple(
+        replace(s, producer=ATTENTION_RESULT)
+        if s.producer == ATTENTION and any(reader != ATTENTION for reader in s.saved_by)
+        else s
+        for s in graph.storages
+    )
+    return LayerGraph(regions=regions, storages=storages)
+
+
+def selective(problem: StageProblem, options: SolveOptions) -> Answer:
+    """``--recompute-granularity selective``: run ``core_attention`` again, keep its output.
+
+    Raises:
+        ConfigError: the layer has no ``core_attention``.
+    """
+    if ATTENTION not in problem.graph.names:
+        raise ConfigError(f"--lynx-planner selective needs a layer with {ATTENTION}; opt works")
+    choices: dict[int, dict[str, Choice]] = {layer: {ATTENTION: DEMAND} for layer in problem.layers}
+    plan = stage_plan(problem, choices)
+    return Answer(plan=plan, status="fixed", graph=megatron_graph(problem.graph))
+
+
+def tail_free(problem: StageProblem, options: SolveOptions) -> Answer:
+    """Full recomputation that stops at the last storage a backward reads."""
+    again: dict[str, Choice] = dict.fromkeys(candidates(problem.graph), DEMAND)
+    return Answer(plan=stage_plan(problem, dict.fromkeys(problem.layers, again)), status="fixed")

@@ -1,0 +1,262 @@
+"""One layer's decisions as integer variables, shared by ``heu`` (one for all layers) and ``opt``.
+
+Glossary (r a region, j a slot, that is a window in its place in the order):
+  drop[r]    1 if r is not kept
+  by[r][j]   1 if r is dropped and rebuilt in slot j or before; absent where r may not go into j
+  early[r,j] 1 if r is run again on demand before the layer's own slot j opens
+A slot belongs to a level, a point at which memory is counted; the last level is the layer's own
+backward. Sizes are in a unit that ``Scale`` chooses, times in microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_lynx.graph import Storage
+from megatron_lynx.plan import DEMAND, Choice
+from megatron_lynx.planner.milp import Model
+from megatron_lynx.planner.price import candidates
+from megatron_lynx.planner.problem import StageProblem
+
+Term = tuple[int, float]
+LARGEST_INTEGER = 4_000_000
+"""Coefficients up to this are left exact; beyond, sizes are rounded and the answer is re-priced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Bytes per unit of the memory rows.
+
+    All sizes are multiples of their greatest common divisor, so a row in that unit is whole and
+    half a unit of slack lets nothing in that does not fit. If that makes numbers too large for the
+    solver's tolerance, the unit is coarser and ``exact`` False: sizes are then rounded up.
+    """
+
+    unit: int
+    exact: bool
+
+    @classmethod
+    def of(cls, problem: StageProblem) -> Scale:
+        """The unit for ``problem``'s storages."""
+        unit = math.gcd(*(s.size_bytes for s in problem.graph.storages)) or 1
+        total = sum(s.size_bytes for s in problem.graph.storages)
+        total *= len(problem.layers) * max((1, *problem.in_flight))
+        if total // unit <= LARGEST_INTEGER * 1000:
+            return cls(unit, True)
+        return cls(-(-total // (LARGEST_INTEGER * 1000)), False)
+
+    def size(self, size_bytes: int) -> float:
+        """A storage's size in units, rounded up if the unit is coarse."""
+        return float(-(-size_bytes // self.unit))
+
+    def room(self, budget_bytes: int) -> float:
+        """What a row may add up to, with its half unit of slack."""
+        return math.floor(budget_bytes / self.unit) + (0.5 if self.exact else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A window as a layer sees it. ``own`` is the region at which it opens, if it belongs to the
+    layer's own backward."""
+
+    key: Hashable
+    level: int
+    capacity_ns: int
+    idle: bool = False
+    own: str = ""
+
+
+class Block:
+    """The variables and rows of one layer (or of a policy for several)."""
+
+    def __init__(
+        self, model: Model, problem: StageProblem, slots: Sequence[Slot], levels: int, *, soft: bool
+    ) -> None:
+        self.model, self.problem, self.slots, self.levels = model, problem, tuple(slots), levels
+        self.names = candidates(problem.graph)
+        self.order = {name: i for i, name in enumerate(problem.graph.names)}
+        self.drop = {name: model.variable() for name in self.names}
+        self.work = {name: [self._work(name, slot) for slot in self.slots] for name in self.names}
+        self.by: dict[str, list[int | None]] = {}
+        for name in self.names:
+            self.by[name] = [
+                model.variable() if self._may(name, j, soft) else None for j in range(len(self.slots))
+            ]
+        self.edges = [
+            (source, name)
+            for name in self.names
+            for source in problem.graph.inputs_of(name)
+            if source in self.drop
+        ]
+        self.starts = [sum(s.level < level for s in self.slots) for level in range(levels + 1)]
+        self._chains()
+        self._precedence()
+        self._early()
+
+    def _work(self, name: str, slot: Slot) -> int:
+        return self.problem.costs.rebuild_ns(name, hidden=not slot.idle)
+
+    def _may(self, name: str, j: int, soft: bool) -> bool:
+        """Whether ``name`` can be rebuilt in slot ``j`` at all."""
+        slot = self.slots[j]
+        if self.problem.graph.region(name).communicates or slot.capacity_ns <= 0:
+            return False
+        if slot.own and self.problem.last_reader(name) >= self.order[slot.own]:
+            return False
+        return soft or self.work[name][j] <= slot.capacity_ns
+
+    def before(self, name: str, j: int) -> list[Term]:
+        """1 if ``name`` is rebuilt in a slot before ``j``."""
+        made = [v for v in self.by[name][:j] if v is not None]
+        return [(made[-1], 1.0)] if made else []
+
+    def on_demand(self, name: str) -> list[Term]:
+        """1 if ``name`` is rebuilt on demand."""
+        return [(self.drop[name], 1.0), *minus(self.before(name, len(self.slots)))]
+
+    def in_slot(self, name: str, j: int) -> list[Term]:
+        """1 if ``name`` is rebuilt in slot ``j``."""
+        variable = self.by[name][j]
+        return [] if variable is None else [(variable, 1.0), *minus(self.before(name, j))]
+
+    def load_us(self, j: int) -> list[Term]:
+        """Microseconds of work in slot ``j``."""
+        return [(v, f * self.work[name][j] / 1000) for name in self.names for v, f in self.in_slot(name, j)]
+
+    def _chains(self) -> None:
+        """by[r][j] <= by[r][j+1] <= drop[r]."""
+        for name in self.names:
+            chain = [v for v in self.by[name] if v is not None] + [self.drop[name]]
+            for a, b in zip(chain, chain[1:], strict=False):
+                self.model.row([(a, 1.0), (b, -1.0)], at_most=0.0)
+
+    def _precedence(self) -> None:
+        """A region in a window reads what is kept or was rebuilt no later:
+        by[r][j] <= 1 - drop[q] + by[q][j] for every q that r reads."""
+        for source, name in self.edges:
+            for j, variable in enumerate(self.by[name]):
+                if variable is not None:
+                    self.model.row(
+                        [(variable, 1.0), (self.drop[source], 1.0), *minus(self.before(source, j + 1))],
+                        at_most=1.0,
+                    )
+
+    def _early(self) -> None:
+        """What runs again on demand before an own slot opens cannot read what is rebuilt in it."""
+        for j, slot in enumerate(self.slots):
+            first = slot.own and (j == 0 or self.slots[j - 1].own != slot.own)
+            if not first or not any(v is not None for n in self.names for v in self.by[n][j:]):
+                continue
+            early: dict[str, int] = {}
+            for name in reversed(self.names):
+                needed = self.problem.last_reader(name) >= self.order[slot.own]
+                readers = [early[r] for source, r in self.edges if source == name and r in early]
+                if not needed and not readers:
+                    continue
+                early[name] = self.model.variable(integer=False)
+                here = [(early[name], -1.0), *self.on_demand(name)]
+                if needed:
+                    self.model.row(here, at_most=0.0)
+                for reader in readers:
+                    self.model.row([*here, (reader, 1.0)], at_most=1.0)
+                    late = [*self.before(name, len(self.slots)), *minus(self.before(name, j))]
+                    self.model.row([*late, (reader, 1.0)], at_most=1.0)
+
+    # Memory -------------------------------------------------------------------------------------
+
+    def kept(self, scale: Scale) -> tuple[list[Term], float]:
+        """Kept units of one microbatch: terms and a constant."""
+        terms: list[Term] = []
+        constant = 0.0
+        for storage in self.problem.graph.storages:
+            size, producer = scale.size(storage.size_bytes), storage.producer
+            if storage.saved_by:
+                constant += size
+                terms += [(self.drop[producer], -size)] if producer in self.drop else []
+                continue
+            readers = [r for r in self.problem.graph.readers(storage.name) if r in self.drop]
+            if readers:
+                held = self.model.variable(integer=False)
+                gone = [(self.drop[producer], -1.0)] if producer in self.drop else []
+                for reader in readers:
+                    self.model.row([(self.drop[reader], 1.0), *gone, (held, -1.0)], at_most=0.0)
+                terms.append((held, size))
+        return terms, constant
+
+    def alive(self, level: int, scale: Scale, *, carried: bool = False) -> list[Term]:
+        """Units rebuilt and alive at ``level``; the last level is the layer's own backward.
+
+        ``carried``: alive at ``level`` and beyond it.
+        """
+        last = level == self.levels - 1
+        terms: list[Term] = []
+        for storage in self.problem.graph.storages:
+            if storage.producer not in self.drop:
+                continue
+            size, name = scale.size(storage.size_bytes), storage.producer
+            here = [(self.drop[name], 1.0)] if last else self.before(name, self.starts[level + 1])
+            if storage.saved_by:
+                terms += [(v, f * size) for v, f in here]
+            elif here:
+                terms += self._passing(storage, here, level + carried, size)
+        return terms
+
+    def _passing(self, storage: Storage, here: list[Term], level: int, size: float) -> list[Term]:
+        """A storage that no backward reads: alive until its dropped readers have run, i.e. while
+        one of them is not rebuilt before ``level``."""
+        readers = [r for r in self.problem.graph.readers(storage.name) if r in self.drop]
+        if not readers:
+            return []
+        held = self.model.variable(integer=False)
+        for reader in readers:
+            done = self.before(reader, self.starts[level])
+            self.model.row([*here, (self.drop[reader], 1.0), *minus(done), (held, -1.0)], at_most=1.0)
+        return [(held, size)]
+
+    # Reading and writing ------------------------------------------------------------------------
+
+    def choices(self, values: Sequence[float]) -> dict[str, Hashable]:
+        """What a solution says for each dropped region: a slot's key or ``demand``."""
+        made: dict[str, Hashable] = {}
+        for name in self.names:
+            if values[self.drop[name]] < 0.5:
+                continue
+            chosen: Hashable = DEMAND
+            for slot, variable in zip(self.slots, self.by[name], strict=True):
+                if variable is not None and values[variable] > 0.5:
+                    chosen = slot.key
+                    break
+            made[name] = chosen
+        return made
+
+    def hint(self, choices: Mapping[str, Choice]) -> dict[int, float]:
+        """The integer variables of given choices (keys must be slots' keys)."""
+        place = {slot.key: j for j, slot in enumerate(self.slots)}
+        found: dict[int, float] = {}
+        for name in self.names:
+            choice = choices.get(name, "keep")
+            found[self.drop[name]] = float(choice != "keep")
+            at = place.get(choice, len(self.slots))
+            for j, variable in enumerate(self.by[name]):
+                if variable is not None:
+                    found[variable] = float(j >= at)
+        return found
+
+
+def minus(terms: Sequence[Term]) -> list[Term]:
+    """The terms with their signs turned."""
+    return [(v, -f) for v, f in terms]
+
+
+def tidy(problem: StageProblem, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+    """Keep what was dropped for nothing: regions without a saved storage that nobody reads."""
+    made = dict(choices)
+    for name in reversed(problem.graph.names):
+        made_here = problem.graph.produced_by(name)
+        if name in made and not any(s.saved_by for s in made_here):
+            readers = {r for s in made_here for r in problem.graph.readers(s.name)}
+            if not readers & made.keys():
+                del made[name]
+    return made

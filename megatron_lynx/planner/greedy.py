@@ -1,0 +1,119 @@
+"""``windows``: a plain greedy planner, and the sequence of plans it walks through.
+
+Fill the windows with what fits, at no cost on the critical path; then, while memory is over the
+budget, drop more on demand, the cheapest per byte first. The sequence does not depend on the budget,
+so more memory never costs more, and the smallest budget is the lowest peak in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_lynx.plan import DEMAND, Choice, Window
+from megatron_lynx.planner.baselines import infeasible
+from megatron_lynx.planner.price import Pricer, candidates, stage_plan
+from megatron_lynx.planner.problem import StageProblem
+from megatron_lynx.planner.result import Answer, SolveOptions
+
+Stage = dict[int, dict[str, Choice]]
+
+
+def windows(problem: StageProblem, options: SolveOptions) -> Answer:
+    """The first plan of the greedy sequence that fits."""
+    pricer = Pricer(problem)
+    prices = {layer: pricer.layer(layer, {}) for layer in problem.layers}
+    lowest: int | None = None
+    stage: Stage = {}
+    for stage, changed in _sequence(problem):
+        for layer in changed:
+            prices[layer] = pricer.layer(layer, stage[layer])
+        peak = int(pricer.memory(list(prices.values())).max())
+        if peak <= problem.budget_bytes:
+            return Answer(plan=stage_plan(problem, stage), status="heuristic")
+        lowest = peak if lowest is None else min(lowest, peak)
+    raise infeasible(problem, "windows", lowest or 0)
+
+
+def _sequence(problem: StageProblem) -> Iterator[tuple[Stage, tuple[int, ...]]]:
+    """Plans from nothing dropped to everything, and the layers that changed since the last."""
+    names = candidates(problem.graph)
+    stage: Stage = {layer: {} for layer in problem.layers}
+    yield stage, problem.layers
+    _fill(problem, names, stage)
+    yield stage, problem.layers
+    by_price = sorted(names, key=lambda n: problem.demand_ns(n) / max(1, _bytes(problem, n)))
+    for name in by_price:
+        if not _bytes(problem, name):
+            continue
+        for layer in problem.backward_order[::-1]:
+            if name not in stage[layer] and not _window_reader(problem, stage[layer], name):
+                stage[layer][name] = DEMAND
+                _with_unsaved(problem, names, stage[layer], name)
+                yield stage, (layer,)
+    everything: dict[str, Choice] = dict.fromkeys(names, DEMAND)
+    yield dict.fromkeys(problem.layers, everything), problem.layers
+
+
+def _bytes(problem: StageProblem, name: str) -> int:
+    return sum(s.size_bytes for s in problem.graph.produced_by(name) if s.saved_by)
+
+
+def _window_reader(problem: StageProblem, made: dict[str, Choice], name: str) -> bool:
+    """Whether a region that is rebuilt in a window reads ``name``."""
+    return any(
+        isinstance(made.get(reader), Window)
+        for s in problem.graph.produced_by(name)
+        for reader in problem.graph.readers(s.name)
+    )
+
+
+def _with_unsaved(problem: StageProblem, names: tuple[str, ...], made: dict[str, Choice], name: str) -> None:
+    """Drop, with ``name``, what it reads and no backward saves, if that needs no collective."""
+    for source in problem.graph.inputs_of(name):
+        plain = source in names and not problem.graph.region(source).communicates
+        if plain and source not in made and not _bytes(problem, source):
+            if not _window_reader(problem, made, source):
+                made[source] = DEMAND
+                _with_unsaved(problem, names, made, source)
+
+
+def _fill(problem: StageProblem, names: tuple[str, ...], stage: Stage) -> None:
+    """Put regions into the latest window that has room, most bytes per nanosecond first."""
+    room = {w: problem.capacity_ns(w) for w in problem.windows()}
+    order = {w: i for i, w in enumerate(room)}
+    late_first = list(reversed(room))
+    saving = [n for n in names if _bytes(problem, n) and not problem.graph.region(n).communicates]
+    saving.sort(key=lambda n: problem.demand_ns(n) / _bytes(problem, n))
+    for name in saving:
+        for layer in problem.backward_order:
+            single = problem.in_flight[problem.chunk_of(layer)] <= 1
+            for window in late_first:
+                work = problem.work_ns(name, window)
+                if work > room[window] or not problem.serves(window, layer, name):
+                    continue
+                if single and window.kind != "bwd":
+                    continue
+                if _ready(problem, stage[layer], name, window, order):
+                    stage[layer][name] = window
+                    room[window] -= work
+                    break
+
+
+def _ready(
+    problem: StageProblem,
+    made: dict[str, Choice],
+    name: str,
+    window: Window,
+    order: dict[Window, int],
+) -> bool:
+    """Whether what ``name`` reads is there in ``window``, and nobody reads ``name`` before."""
+    for source in problem.graph.inputs_of(name):
+        choice = made.get(source)
+        if isinstance(choice, Window) and order[choice] > order[window]:
+            return False
+    for storage in problem.graph.produced_by(name):
+        for reader in problem.graph.readers(storage.name):
+            choice = made.get(reader)
+            if isinstance(choice, Window) and order[choice] < order[window]:
+                return False
+    return True

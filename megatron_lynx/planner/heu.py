@@ -1,0 +1,203 @@
+"""HEU: the best plan among those with one policy for all layers of a stage.
+
+A policy names windows relative to a layer: its own forward collectives, the stall, the head, the
+backward collectives of the layer after it (``next``), those of its own backward. The first layer
+in backward order has no ``next``: it does that work on demand, and with it whatever reads it in its
+own windows. With identical layers memory peaks at the end of the forward pass or in the first
+backward of a chunk, so a few rows hold the whole stage. Solved exactly, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import cast
+
+from megatron_lynx.plan import DEMAND, Choice, StagePlan, Window
+from megatron_lynx.planner.baselines import infeasible
+from megatron_lynx.planner.block import Block, Scale, Slot, Term, minus, tidy
+from megatron_lynx.planner.milp import HALF_NS_IN_US, Model, Solution
+from megatron_lynx.planner.price import Pricer, stage_plan
+from megatron_lynx.planner.problem import StageProblem
+from megatron_lynx.planner.result import Answer, SolveOptions
+
+Key = tuple[str, str]
+Policy = Mapping[str, Key | str]
+
+
+def heu(problem: StageProblem, options: SolveOptions) -> Answer:
+    """The best policy for all layers; proven, within its family of plans."""
+    plain = stage_plan(problem, {})
+    if Pricer(problem).price(plain).peak_bytes <= problem.budget_bytes:
+        return Answer(plan=plain, status="optimal", bound_ns=0)
+    stage = _PolicyModel(problem, options, budget=True)
+    solution = stage.solve()
+    if solution.status == "infeasible":
+        raise infeasible(problem, "heu", smallest_budget(problem, options))
+    plan = expand(problem, stage.policy(solution))
+    bound = None if options.soft else max(0, round(solution.bound * 1000 - 0.5))
+    return Answer(plan=plan, status="heuristic" if options.soft else solution.status, bound_ns=bound)
+
+
+def smallest_budget(problem: StageProblem, options: SolveOptions) -> int:
+    """The lowest peak that one policy for all layers can reach, in bytes."""
+    stage = _PolicyModel(problem, options, budget=False)
+    plan = expand(problem, stage.policy(stage.solve()))
+    return Pricer(problem).price(plan).peak_bytes
+
+
+def expand(problem: StageProblem, policy: Policy) -> StagePlan:
+    """The stage plan of a policy."""
+    choices = {}
+    for chunk in problem.chunks:
+        for layer in chunk:
+            choices[layer] = tidy(problem, _for_layer(problem, policy, layer, last=layer == chunk[-1]))
+    return stage_plan(problem, choices)
+
+
+def _for_layer(problem: StageProblem, policy: Policy, layer: int, *, last: bool) -> dict[str, Choice]:
+    made: dict[str, Choice] = {}
+    for name in problem.graph.names:
+        key = policy.get(name)
+        if key is None:
+            continue
+        if isinstance(key, str):
+            made[name] = DEMAND
+            continue
+        kind, slot = key
+        if kind in ("stall", "head"):
+            made[name] = Window("stall") if kind == "stall" else Window("head")
+        elif kind == "fwd":
+            made[name] = Window("fwd", layer, slot)
+        elif kind == "next":
+            made[name] = DEMAND if last else Window("bwd", layer + 1, slot)
+        else:
+            needs = any(made.get(source) == DEMAND for source in problem.graph.inputs_of(name))
+            made[name] = DEMAND if last and needs else Window("bwd", layer, slot)
+    return made
+
+
+class _PolicyModel:
+    """The rows of a policy. With ``budget`` it minimises time, without it the peak."""
+
+    def __init__(self, problem: StageProblem, options: SolveOptions, *, budget: bool) -> None:
+        self.problem, self.options, self.model = problem, options, Model()
+        self.scale = Scale.of(problem)
+        self.count = len(problem.layers)
+        slots, self.before = self._slots()
+        levels = self.before + 2
+        self.block = Block(self.model, problem, slots, levels, soft=options.soft)
+        self.peak = None if budget else self.model.variable(1.0, upper=1e18, integer=False)
+        if budget:
+            self._time()
+        self._capacities(budget)
+        self._memory()
+
+    def _slots(self) -> tuple[list[Slot], int]:
+        """Slots in order, and the number of levels before any backward.
+
+        Levels: one a forward slot, stall, head, then the backward of the next layer, then the own.
+        """
+        problem, slots = self.problem, list[Slot]()
+        if problem.has_forward_windows:
+            for slot in problem.forward_slots:
+                capacity = problem.costs.window_ns(Window("fwd", 0, slot))
+                slots.append(Slot(("fwd", slot), len(slots), capacity))
+        if problem.stall_ns:
+            slots.append(Slot(("stall", ""), len(slots), problem.stall_ns // self.count, idle=True))
+        if problem.head_ns and len(problem.chunks) == 1:
+            slots.append(Slot(("head", ""), len(slots), problem.head_ns // self.count))
+        before = max(1, len(slots))
+        for kind in ("next", "own"):
+            for slot in problem.backward_slots:
+                capacity = problem.costs.window_ns(Window("bwd", 0, slot))
+                own = slot.partition(".")[0] if kind == "own" else ""
+                slots.append(Slot((kind, slot), before + (kind == "own"), capacity, own=own))
+        return slots, before
+
+    def _time(self) -> None:
+        """Every layer but a chunk's last pays for ``demand``; a last one for ``next`` as well, and
+        for what reads that in its own windows."""
+        block, lasts = self.block, sum(bool(chunk) for chunk in self.problem.chunks)
+        again: dict[str, int] = {}
+        owns = next((j for j, s in enumerate(block.slots) if s.own), len(block.slots))
+        nexts = next((j for j, s in enumerate(block.slots) if s.level >= self.before), len(block.slots))
+        for name in block.names:
+            us = self.problem.demand_ns(name) / 1000
+            for variable, factor in block.on_demand(name):
+                self.model.costs[variable] += us * factor * (self.count - lasts)
+            again[name] = self.model.variable(us * lasts, integer=False)
+            here = [(again[name], -1.0), (block.drop[name], 1.0)]
+            own = [*block.before(name, len(block.slots)), *minus(block.before(name, owns))]
+            self.model.row([*here, *minus(block.before(name, nexts)), *minus(own)], at_most=0.0)
+            for source, reader in block.edges:
+                if reader == name:
+                    self.model.row([*own, (again[source], 1.0), (again[name], -1.0)], at_most=1.0)
+
+    def _capacities(self, budget: bool) -> None:
+        """What goes into one window of one layer: own work and that of the layer before."""
+        loads: dict[Key, list[Term]] = {}
+        rooms: dict[Key, int] = {}
+        for j, slot in enumerate(self.block.slots):
+            kind, name = cast(Key, slot.key)
+            key = ("bwd", name) if kind in ("next", "own") else (kind, name)
+            loads.setdefault(key, []).extend(self.block.load_us(j))
+            rooms[key] = slot.capacity_ns
+        for key, terms in loads.items():
+            if self.options.soft:
+                excess = self.model.variable(self.count * budget, upper=1e18, integer=False)
+                terms = [*terms, (excess, -1.0)]
+            if terms:
+                self.model.row(terms, at_most=rooms[key] / 1000 + HALF_NS_IN_US)
+
+    def _memory(self) -> None:
+        """Forward windows of the last layer, stall, head, and the first backward of each chunk."""
+        block, scale, problem = self.block, self.scale, self.problem
+        kept, constant = block.kept(scale)
+        flights = sum(n * len(chunk) for n, chunk in zip(problem.in_flight, problem.chunks, strict=True))
+        base = [(v, f * flights) for v, f in kept]
+        forwards = [j for j, s in enumerate(block.slots) if cast(Key, s.key)[0] == "fwd"]
+        rest = self.count - 1
+        for level in range(self.before):
+            others = max(forwards) if level in forwards else level
+            terms = [*base, *block.alive(level, scale)]
+            terms += times(rest, block.alive(others, scale, carried=level in forwards))
+            self._row(terms, constant * flights, 0)
+        carried = block.alive(self.before - 1, scale, carried=True)
+        own, following = self._own_alive(), block.alive(self.before, scale)
+        for length in {len(chunk) for chunk in problem.chunks if chunk}:
+            second = min(1, length - 1)
+            terms = [*base, *own, *times(second, following), *times(self.count - 1 - second, carried)]
+            self._row(terms, constant * flights, problem.workspace_bytes)
+
+    def _own_alive(self) -> list[Term]:
+        """What is alive in a last layer's own backward, where the work of ``next`` is on demand."""
+        block, scale, terms = self.block, self.scale, list[Term]()
+        for storage in self.problem.graph.storages:
+            name, size = storage.producer, scale.size(storage.size_bytes)
+            if name in block.drop and storage.saved_by:
+                terms.append((block.drop[name], size))
+            elif name in block.drop:
+                terms += block._passing(storage, [(block.drop[name], 1.0)], self.before, size)
+        return terms
+
+    def _row(self, terms: list[Term], constant: float, extra_bytes: int) -> None:
+        if self.peak is not None:
+            constant += extra_bytes / self.scale.unit
+            self.model.row([*terms, (self.peak, -1.0)], at_most=-constant)
+        else:
+            room = self.scale.room(self.problem.budget_bytes - extra_bytes)
+            self.model.row(terms, at_most=room - constant)
+
+    def solve(self) -> Solution:
+        deadline = time.monotonic() + self.options.time_limit_s
+        gap = 0.4 if self.peak is not None else 2 * HALF_NS_IN_US - 1e-4
+        return self.model.solve(self.options, deadline=deadline, absolute_gap=gap)
+
+    def policy(self, solution: Solution) -> Policy:
+        return cast(Policy, self.block.choices(solution.values))
+
+
+def times(count: int, terms: list[Term]) -> list[Term]:
+    """The terms, ``count`` times over."""
+    return [(v, f * count) for v, f in terms] if count else []

@@ -1,0 +1,180 @@
+"""Pricing a plan in integer nanoseconds and bytes: the solvers' own account.
+
+``Pricer`` follows the rules in ``problem`` layer by layer, so that a search can change one layer
+and add the rest up again. ``verify`` counts the same things in another way and shares nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lynx.graph import INPUT, LayerGraph
+from megatron_lynx.plan import Choice, LayerPlan, StagePlan, Window
+from megatron_lynx.planner.problem import StageProblem
+
+Bytes = NDArray[np.int64]
+Choices = Mapping[str, Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPrice:
+    """One layer's share: ``memory`` and ``rebuilt`` bytes at every point, ``kept`` bytes of one
+    microbatch, ``exposed_ns`` on demand, and the work it puts into windows."""
+
+    memory: Bytes
+    rebuilt: Bytes
+    kept: int
+    exposed_ns: int
+    loads: Mapping[Window, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """A stage's totals; ``points`` names the entries of ``memory``."""
+
+    exposed_ns: int
+    hidden_ns: int
+    kept_bytes: int
+    rebuilt_bytes: int
+    peak_bytes: int
+    peak_point: str
+
+
+class Pricer:
+    """Prices plans of one problem, by its graph or another one (``selective``)."""
+
+    def __init__(self, problem: StageProblem, graph: LayerGraph | None = None) -> None:
+        self.problem = problem
+        self.graph = graph or problem.graph
+        self.layers = problem.layers
+        forward = [w for w in problem.windows() if w.kind == "fwd"]
+        self.points = [*map(str, forward), "forward"]
+        self.points += [str(w) for w in problem.windows() if w.kind in ("stall", "head")]
+        self.before = len(self.points)
+        """Points up to here come before any backward."""
+        self.points += [f"backward {layer}" for layer in problem.backward_order]
+        self.backward = {layer: self.before + i for i, layer in enumerate(problem.backward_order)}
+        self.at = {w: self._place(w) for w in problem.windows()}
+        self.capacity = {w: problem.capacity_ns(w) for w in problem.windows()}
+        self.demand = {n: problem.demand_ns(n) for n in problem.graph.names}
+        self.work = {n: problem.costs.rebuild_ns(n, hidden=True) for n in problem.graph.names}
+        self.idle_work = {n: problem.costs.rebuild_ns(n, hidden=False) for n in problem.graph.names}
+        self.readers = {s.name: self.graph.readers(s.name) for s in self.graph.storages}
+
+    def _place(self, window: Window) -> int:
+        if window.kind == "bwd":
+            return self.backward[window.layer]
+        return self.points.index(str(window))
+
+    def layer(self, index: int, choices: Choices, demand_at: int | None = None) -> LayerPrice:
+        """Price one layer; ``demand_at`` is the point of its on-demand work if not its backward."""
+        own = self.backward[index]
+        demand_at = own if demand_at is None else demand_at
+        when = {n: self.at[c] if isinstance(c, Window) else demand_at for n, c in choices.items()}
+        rebuilt = np.zeros(len(self.points), dtype=np.int64)
+        kept = carried = 0
+        for storage in self.graph.storages:
+            readers = [when[r] for r in self.readers[storage.name] if r in when]
+            if storage.producer not in when:
+                kept += storage.size_bytes if storage.saved_by or readers else 0
+            elif storage.saved_by or readers:
+                last = own if storage.saved_by else max(readers)
+                first = when[storage.producer]
+                rebuilt[first : last + 1] += storage.size_bytes
+                carried += storage.size_bytes if first < self.before <= last else 0
+        exposed, loads = 0, dict[Window, int]()
+        for name, choice in choices.items():
+            if isinstance(choice, Window):
+                work = self.idle_work if choice.kind == "stall" else self.work
+                loads[choice] = loads.get(choice, 0) + work[name]
+            else:
+                exposed += self.demand[name]
+        memory = self._in_flight(index, kept)
+        for other, point in self.backward.items():
+            if self.problem.chunk_of(other) != self.problem.chunk_of(index):
+                rebuilt[point] = carried
+        return LayerPrice(memory + rebuilt, rebuilt, kept, exposed, loads)
+
+    def _in_flight(self, index: int, kept: int) -> Bytes:
+        """Kept bytes of all microbatches, one less in this chunk after the layer's backward."""
+        number, own = self.problem.chunk_of(index), self.backward[index]
+        memory = np.full(len(self.points), kept * self.problem.in_flight[number], dtype=np.int64)
+        for layer, point in self.backward.items():
+            if point > own and self.problem.chunk_of(layer) == number:
+                memory[point] -= kept
+        return memory
+
+    def price(self, plan: StagePlan) -> Price:
+        """Price a whole plan."""
+        demand_at = self._demand_points(plan)
+        return self.total([self.layer(p.layer, dict(p.choices), demand_at[p.layer]) for p in plan.layers])
+
+    def _demand_points(self, plan: StagePlan) -> dict[int, int]:
+        """Where each layer's on-demand work is done: its own backward, or that of the layer after
+        it, if that one's input has to be rebuilt from here."""
+        found: dict[int, int] = {}
+        dropped = {p.layer: INPUT in p.dropped for p in plan.layers}
+        for layer in self.problem.backward_order:
+            after = dropped.get(layer + 1, False)
+            found[layer] = found[layer + 1] if after else self.backward[layer]
+        return found
+
+    def memory(self, prices: Sequence[LayerPrice]) -> Bytes:
+        """Bytes at every point."""
+        total = np.zeros(len(self.points), dtype=np.int64)
+        for price in prices:
+            total += price.memory
+        total[self.before :] += self.problem.workspace_bytes
+        return total
+
+    def total(self, prices: Sequence[LayerPrice]) -> Price:
+        """Add layers up (in the order of ``layers``)."""
+        memory = self.memory(prices)
+        rebuilt = sum((p.rebuilt for p in prices), np.zeros(len(self.points), dtype=np.int64))
+        loads: dict[Window, int] = {}
+        for price in prices:
+            for window, load in price.loads.items():
+                loads[window] = loads.get(window, 0) + load
+        excess = sum(max(0, load - self.capacity[w]) for w, load in loads.items())
+        flights = self.problem.in_flight
+        kept = sum(
+            p.kept * flights[self.problem.chunk_of(layer)]
+            for p, layer in zip(prices, self.layers, strict=True)
+        )
+        peak = int(memory.argmax())
+        return Price(
+            exposed_ns=sum(p.exposed_ns for p in prices) + excess,
+            hidden_ns=sum(loads.values()) - excess,
+            kept_bytes=kept,
+            rebuilt_bytes=int(rebuilt.max()),
+            peak_bytes=int(memory[peak]),
+            peak_point=self.points[peak],
+        )
+
+
+def candidates(graph: LayerGraph) -> tuple[str, ...]:
+    """Regions that a planner chooses for: those with a storage that some backward reads, and
+    those without that lead to one (a droppable region reads what they produce)."""
+    wanted = set(graph.droppable())
+    for region in reversed(graph.regions):
+        if region.name == INPUT or region.name in wanted:
+            continue
+        readers = {r for s in graph.produced_by(region.name) for r in graph.readers(s.name)}
+        if readers & wanted:
+            wanted.add(region.name)
+    return tuple(name for name in graph.names if name in wanted)
+
+
+def stage_plan(problem: StageProblem, choices: Mapping[int, Choices]) -> StagePlan:
+    """A StagePlan from each layer's choices (``keep`` may stand or be left out)."""
+    names = problem.graph.names
+    layers = []
+    for layer in problem.layers:
+        made = choices.get(layer, {})
+        listed = tuple((n, made[n]) for n in names if made.get(n, "keep") != "keep")
+        layers.append(LayerPlan(layer=layer, choices=listed))
+    return StagePlan(stage=problem.stage, chunks=problem.chunks, layers=tuple(layers))

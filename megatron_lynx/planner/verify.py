@@ -1,0 +1,299 @@
+"""An independent referee: it walks a stage's windows and backward passes with a plan in hand.
+
+It keeps a ledger of every block of memory by name, opens the windows in order, rebuilds what is due,
+then goes through each layer's backward region by region and rebuilds on demand what is missing. It
+shares no code with the solvers or their pricing. What it finds wrong is data (``Violation``), and
+``timeline`` draws the walk with a mark at each fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megatron_lynx.graph import INPUT, LayerGraph, Storage
+from megatron_lynx.plan import KEEP, LayerPlan, StagePlan, Window
+from megatron_lynx.planner.problem import StageProblem
+from megatron_lynx.units import format_bytes, format_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One broken rule.
+
+    ``kind``: ``layers`` (not this stage's layers), ``unknown`` (a region or window that does not
+    exist), ``order`` (choices out of forward order, twice, or an explicit keep), ``communicates`` (a
+    collective inside a window), ``late`` (the window comes after the need), ``not-ready`` (what the
+    region reads is not at hand), ``overfull`` (``over`` ns beyond the window), ``input`` (the
+    layer's input cannot be rebuilt), ``memory`` (``over`` bytes beyond the budget). ``point`` is
+    the window or ``backward LAYER`` where it happens.
+    """
+
+    kind: str
+    point: str
+    layer: int = -1
+    region: str = ""
+    over: int = 0
+
+    def __str__(self) -> str:
+        where = f" layer {self.layer}" * (self.layer >= 0) + f" {self.region}" * bool(self.region)
+        unit = format_ns if self.kind == "overfull" else format_bytes
+        return f"{self.kind} at {self.point}:{where}" + (f" {unit(self.over)} over" if self.over else "")
+
+
+@dataclass(slots=True)
+class Step:
+    """One point of the walk: bytes alive, and work done in it."""
+
+    point: str
+    alive_bytes: int
+    work_ns: int = 0
+    capacity_ns: int | None = None
+
+
+@dataclass(slots=True)
+class Walk:
+    """The referee's notes: steps in order, violations, and time on the critical path."""
+
+    steps: list[Step] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
+    exposed_ns: int = 0
+
+
+def verify(
+    problem: StageProblem, plan: StagePlan, *, graph: LayerGraph | None = None, soft: bool = False
+) -> tuple[Violation, ...]:
+    """Everything that is wrong with ``plan``; empty if it is sound.
+
+    ``graph`` replaces the problem's where a baseline is counted by another one. ``soft`` allows
+    windows to be overrun.
+    """
+    return tuple(walk(problem, plan, graph=graph, soft=soft).violations)
+
+
+def walk(
+    problem: StageProblem, plan: StagePlan, *, graph: LayerGraph | None = None, soft: bool = False
+) -> Walk:
+    """Go through the stage with ``plan`` and note what happens."""
+    found = _malformed(problem, plan)
+    if found:
+        return Walk(violations=found)
+    return _Referee(problem, plan, graph or problem.graph, soft).run()
+
+
+def timeline(problem: StageProblem, plan: StagePlan, result: Walk) -> str:
+    """The walk as text, one line a point, with ``<-- kind`` where a rule is broken."""
+    lines = [f"stage {plan.stage}, budget {format_bytes(problem.budget_bytes)}"]
+    marks: dict[str, list[str]] = {}
+    for violation in result.violations:
+        marks.setdefault(violation.point, []).append(str(violation))
+    for step in result.steps:
+        cap = "" if step.capacity_ns is None else f" of {format_ns(step.capacity_ns)}"
+        work = f"{format_ns(step.work_ns)}{cap}"
+        mark = "  <-- " + "; ".join(marks.pop(step.point)) if step.point in marks else ""
+        lines.append(f"  {step.point:<28} {format_bytes(step.alive_bytes):>12}  {work}{mark}")
+    lines += [f"  {point}  <-- {'; '.join(texts)}" for point, texts in marks.items()]
+    return "\n".join(lines)
+
+
+def _malformed(problem: StageProblem, plan: StagePlan) -> list[Violation]:
+    """Faults that make a walk meaningless."""
+    if plan.chunks != problem.chunks or plan.stage != problem.stage:
+        return [Violation(kind="layers", point="plan")]
+    windows, names = set(problem.windows()), problem.graph.names
+    found = []
+    for layer in plan.layers:
+        places = []
+        for region, choice in layer.choices:
+            fault = Violation(kind="unknown", point=str(choice), layer=layer.layer, region=region)
+            if region not in names or (isinstance(choice, Window) and choice not in windows):
+                found.append(fault)
+            else:
+                places.append(names.index(region))
+            if choice == KEEP:
+                found.append(Violation(kind="order", point="plan", layer=layer.layer, region=region))
+        if any(a >= b for a, b in zip(places, places[1:], strict=False)):
+            found.append(Violation(kind="order", point="plan", layer=layer.layer))
+    return found
+
+
+class _Referee:
+    """One walk. ``held`` maps (layer, storage) to bytes that count once per microbatch in flight,
+    ``again`` those that were rebuilt, with what still has to read them."""
+
+    def __init__(self, problem: StageProblem, plan: StagePlan, graph: LayerGraph, soft: bool) -> None:
+        self.problem, self.plan, self.graph, self.soft = problem, plan, graph, soft
+        self.notes = Walk()
+        self.plans = {p.layer: p for p in plan.layers}
+        self.held = {p.layer: self._kept(p) for p in plan.layers}
+        self.flights = {
+            layer: count
+            for chunk, count in zip(problem.chunks, problem.in_flight, strict=True)
+            for layer in chunk
+        }
+        self.again: dict[tuple[int, str], set[str]] = {}
+        self.expected: set[tuple[int, str]] = set()
+        self.leaving: list[tuple[int, str]] = []
+        self.parked: dict[int, int] = {}
+
+    def _kept(self, plan: LayerPlan) -> dict[str, int]:
+        gone = plan.dropped
+        return {s.name: s.size_bytes for s in self.graph.storages if self.graph.is_kept(s, gone)}
+
+    def _fault(self, kind: str, point: str, layer: int = -1, region: str = "", over: int = 0) -> None:
+        self.notes.violations.append(Violation(kind=kind, point=point, layer=layer, region=region, over=over))
+
+    def run(self) -> Walk:
+        due = self.plan.windows()
+        for window in self.problem.windows():
+            if window.kind == "fwd":
+                self._open(window, due.get(window, ()))
+                self._close(str(window))
+        self._close("forward")
+        for window in self.problem.windows():
+            if window.kind in ("stall", "head"):
+                self._open(window, due.get(window, ()))
+                self._close(str(window))
+        self.parked = {layer: self._rebuilt_of([layer]) for layer in self.plans}
+        for layer in self.problem.backward_order:
+            self._backward(layer, due)
+        return self.notes
+
+    # Rebuilding ---------------------------------------------------------------------------------
+
+    def _users(self, layer: int, storage: Storage) -> set[str]:
+        """Who will read a rebuilt storage: ``bwd`` and the dropped regions that are yet to run."""
+        dropped = self.plans[layer].dropped
+        users = {r for r in self.graph.readers(storage.name) if r in dropped}
+        return users | ({"bwd"} if storage.saved_by else set())
+
+    def _at_hand(self, layer: int, name: str) -> bool:
+        return name in self.held[layer] or (layer, name) in self.again
+
+    def _run_again(self, layer: int, region: str, point: str) -> None:
+        """Note what ``region`` reads and makes."""
+        for read in self.graph.region(region).reads:
+            if not self._at_hand(layer, read):
+                self._fault("not-ready", point, layer, region)
+            elif (layer, read) in self.again:
+                self.again[layer, read].discard(region)
+                self._release(layer, read)
+        self.expected.add((layer, region))
+        for storage in self.graph.produced_by(region):
+            users = self._users(layer, storage)
+            users = {u for u in users if u == "bwd" or (layer, u) not in self.expected}
+            if self._users(layer, storage):
+                self.again[layer, storage.name] = users
+                self._release(layer, storage.name)
+
+    def _release(self, layer: int, name: str) -> None:
+        """A block that nobody will read goes at the end of the point."""
+        if not self.again[layer, name]:
+            self.leaving.append((layer, name))
+
+    def _open(self, window: Window, pairs: Iterable[tuple[int, str]]) -> None:
+        """Rebuild what is due in ``window``."""
+        work, capacity = 0, self.problem.capacity_ns(window)
+        for layer, region in pairs:
+            if (layer, region) in self.expected:
+                continue
+            if self.graph.region(region).communicates or region == INPUT:
+                self._fault("communicates", str(window), layer, region)
+            if not self.problem.serves(window, layer, region):
+                self._fault("late", str(window), layer, region)
+            work += self.problem.work_ns(region, window)
+            self._run_again(layer, region, str(window))
+        excess = max(0, work - capacity)
+        self.notes.exposed_ns += excess
+        if excess and not self.soft:
+            self._fault("overfull", str(window), over=excess)
+        self.notes.steps.append(Step(str(window), 0, work, capacity))
+
+    # A layer's backward -------------------------------------------------------------------------
+
+    def _backward(self, layer: int, due: dict[Window, tuple[tuple[int, str], ...]]) -> None:
+        """Windows and on-demand rebuilding of one layer, from its last region to its first."""
+        point, before = f"backward {layer}", self.notes.exposed_ns
+        if INPUT in self.plans[layer].dropped:
+            self._restore_input(layer, point)
+        slots = list(self.problem.backward_slots)
+        for place in range(len(self.graph.regions) - 1, -1, -1):
+            region = self.graph.regions[place].name
+            for storage in self.graph.storages:
+                if region in storage.saved_by:
+                    self._need(layer, storage.producer, point)
+            while slots and slots[0].partition(".")[0] == region:
+                window = Window("bwd", layer, slots.pop(0))
+                self._open(window, due.get(window, ()))
+        for name in self.plans[layer].dropped:
+            self._need(layer, name, point)
+        self.notes.steps.append(Step(point, 0, self.notes.exposed_ns - before))
+        self._close(point, layer)
+        self.flights[layer] -= 1
+        for key in [k for k in self.again if k[0] == layer]:
+            if "bwd" not in self.again[key]:
+                self._fault("not-ready", point, layer, key[1])
+            del self.again[key]
+
+    def _need(self, layer: int, region: str, point: str) -> None:
+        """Rebuild ``region`` on demand if it was dropped and is not at hand, after what it reads."""
+        if region not in self.plans[layer].dropped or (layer, region) in self.expected:
+            return
+        if isinstance(self.plans[layer].choice(region), Window):
+            self._fault("not-ready", point, layer, region)
+            self.expected.add((layer, region))
+            return
+        for read in self.graph.region(region).reads:
+            if not self._at_hand(layer, read):
+                self._need(layer, self.graph.storage(read).producer, point)
+        if region != INPUT:
+            self.notes.exposed_ns += self.problem.demand_ns(region)
+            self._run_again(layer, region, point)
+
+    def _restore_input(self, layer: int, point: str) -> None:
+        """Run the layer before again, to its end, for the sake of this one's input."""
+        if (layer, INPUT) in self.expected:
+            return
+        before = self.plans.get(layer - 1)
+        together = before is not None and self.problem.chunk_of(layer) == self.problem.chunk_of(layer - 1)
+        if before is None or not together or self.graph.regions[-1].name not in before.dropped:
+            self._fault("input", point, layer, INPUT)
+        else:
+            if INPUT in before.dropped:
+                self._restore_input(layer - 1, point)
+            for name in self.graph.names:
+                if name != INPUT:
+                    self._need(layer - 1, name, point)
+        self._run_again(layer, INPUT, point)
+
+    # Counting -----------------------------------------------------------------------------------
+
+    def _rebuilt_of(self, layers: Iterable[int]) -> int:
+        wanted = set(layers)
+        return sum(self.graph.storage(name).size_bytes for layer, name in self.again if layer in wanted)
+
+    def _close(self, point: str, layer: int | None = None) -> None:
+        """Count what is alive, then let go what nobody will read."""
+        if not self.notes.steps or self.notes.steps[-1].point != point:
+            self.notes.steps.append(Step(point, 0))
+        alive = self._alive(layer)
+        self.notes.steps[-1].alive_bytes = alive
+        if alive > self.problem.budget_bytes:
+            self._fault("memory", point, over=alive - self.problem.budget_bytes)
+        for key in self.leaving:
+            self.again.pop(key, None)
+        self.leaving = []
+
+    def _alive(self, layer: int | None) -> int:
+        """Bytes alive now; in the backward of ``layer``, other chunks count as they were before."""
+        if layer is None:
+            kept = sum(self.flights[k] * sum(blocks.values()) for k, blocks in self.held.items())
+            return kept + self._rebuilt_of(self.plans)
+        own = self.problem.chunk_of(layer)
+        total = self.problem.workspace_bytes
+        for number, chunk in enumerate(self.problem.chunks):
+            for k in chunk:
+                count = self.flights[k] if number == own else self.problem.in_flight[number]
+                total += count * sum(self.held[k].values())
+            total += self._rebuilt_of(chunk) if number == own else sum(self.parked[k] for k in chunk)
+        return total
