@@ -18,8 +18,10 @@ from megatron_lynx.planner.baselines import (
     selective,
     tail_free,
 )
+from megatron_lynx.planner.checkmate import checkmate
 from megatron_lynx.planner.greedy import windows
 from megatron_lynx.planner.heu import heu
+from megatron_lynx.planner.opt import opt
 from megatron_lynx.planner.price import Pricer
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import Answer, PlannedStage, Planner, SolveOptions, SolveReport
@@ -42,8 +44,10 @@ PLANNERS: dict[str, Planner] = {
     "full-block": full_block,
     "selective": selective,
     "tail-free": tail_free,
+    "checkmate": checkmate,
     "windows": windows,
     "heu": heu,
+    "opt": opt,
 }
 """Every planner by name. ``full-uniform-G`` and ``full-block-K`` are understood as well; without a
 number the best one is taken."""

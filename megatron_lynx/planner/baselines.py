@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.graph import INPUT, LayerGraph, Region
-from megatron_lynx.plan import DEMAND, Choice, StagePlan
+from megatron_lynx.plan import Choice, StagePlan
 from megatron_lynx.planner.price import Pricer, candidates, stage_plan
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import Answer, SolveOptions
@@ -41,7 +41,7 @@ def none(problem: StageProblem, options: SolveOptions) -> Answer:
 
 
 def _whole(graph: LayerGraph) -> dict[str, Choice]:
-    return {name: DEMAND for name in graph.names if name != INPUT}
+    return {name: "demand" for name in graph.names if name != INPUT}
 
 
 def uniform(problem: StageProblem, group: int) -> StagePlan:
@@ -51,7 +51,7 @@ def uniform(problem: StageProblem, group: int) -> StagePlan:
     for chunk in problem.chunks:
         for i, layer in enumerate(chunk):
             first = i % group == 0
-            choices[layer] = _whole(problem.graph) if first else {INPUT: DEMAND, **_whole(problem.graph)}
+            choices[layer] = _whole(problem.graph) if first else {INPUT: "demand", **_whole(problem.graph)}
     return stage_plan(problem, choices)
 
 
@@ -116,12 +116,12 @@ def selective(problem: StageProblem, options: SolveOptions) -> Answer:
     """
     if ATTENTION not in problem.graph.names:
         raise ConfigError(f"--lynx-planner selective needs a layer with {ATTENTION}; opt works")
-    choices: dict[int, dict[str, Choice]] = {layer: {ATTENTION: DEMAND} for layer in problem.layers}
+    choices: dict[int, dict[str, Choice]] = {layer: {ATTENTION: "demand"} for layer in problem.layers}
     plan = stage_plan(problem, choices)
     return Answer(plan=plan, status="fixed", graph=megatron_graph(problem.graph))
 
 
 def tail_free(problem: StageProblem, options: SolveOptions) -> Answer:
     """Full recomputation that stops at the last storage a backward reads."""
-    again: dict[str, Choice] = dict.fromkeys(candidates(problem.graph), DEMAND)
+    again: dict[str, Choice] = dict.fromkeys(candidates(problem.graph), "demand")
     return Answer(plan=stage_plan(problem, dict.fromkeys(problem.layers, again)), status="fixed")

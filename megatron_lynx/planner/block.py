@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_lynx.graph import Storage
 from megatron_lynx.plan import DEMAND, Choice
@@ -129,7 +130,7 @@ class Block:
         """by[r][j] <= by[r][j+1] <= drop[r]."""
         for name in self.names:
             chain = [v for v in self.by[name] if v is not None] + [self.drop[name]]
-            for a, b in zip(chain, chain[1:], strict=False):
+            for a, b in pairwise(chain):
                 self.model.row([(a, 1.0), (b, -1.0)], at_most=0.0)
 
     def _precedence(self) -> None:
@@ -200,10 +201,10 @@ class Block:
             if storage.saved_by:
                 terms += [(v, f * size) for v, f in here]
             elif here:
-                terms += self._passing(storage, here, level + carried, size)
+                terms += self.passing(storage, here, level + carried, size)
         return terms
 
-    def _passing(self, storage: Storage, here: list[Term], level: int, size: float) -> list[Term]:
+    def passing(self, storage: Storage, here: list[Term], level: int, size: float) -> list[Term]:
         """A storage that no backward reads: alive until its dropped readers have run, i.e. while
         one of them is not rebuilt before ``level``."""
         readers = [r for r in self.problem.graph.readers(storage.name) if r in self.drop]

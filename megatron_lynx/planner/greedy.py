@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_lynx.plan import DEMAND, Choice, Window
+from megatron_lynx.plan import Choice, Window
 from megatron_lynx.planner.baselines import infeasible
 from megatron_lynx.planner.price import Pricer, candidates, stage_plan
 from megatron_lynx.planner.problem import StageProblem
@@ -47,10 +47,10 @@ def _sequence(problem: StageProblem) -> Iterator[tuple[Stage, tuple[int, ...]]]:
             continue
         for layer in problem.backward_order[::-1]:
             if name not in stage[layer] and not _window_reader(problem, stage[layer], name):
-                stage[layer][name] = DEMAND
+                stage[layer][name] = "demand"
                 _with_unsaved(problem, names, stage[layer], name)
                 yield stage, (layer,)
-    everything: dict[str, Choice] = dict.fromkeys(names, DEMAND)
+    everything: dict[str, Choice] = dict.fromkeys(names, "demand")
     yield dict.fromkeys(problem.layers, everything), problem.layers
 
 
@@ -71,10 +71,10 @@ def _with_unsaved(problem: StageProblem, names: tuple[str, ...], made: dict[str,
     """Drop, with ``name``, what it reads and no backward saves, if that needs no collective."""
     for source in problem.graph.inputs_of(name):
         plain = source in names and not problem.graph.region(source).communicates
-        if plain and source not in made and not _bytes(problem, source):
-            if not _window_reader(problem, made, source):
-                made[source] = DEMAND
-                _with_unsaved(problem, names, made, source)
+        free = source not in made and not _bytes(problem, source)
+        if plain and free and not _window_reader(problem, made, source):
+            made[source] = "demand"
+            _with_unsaved(problem, names, made, source)
 
 
 def _fill(problem: StageProblem, names: tuple[str, ...], stage: Stage) -> None:

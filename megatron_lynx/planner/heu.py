@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import cast
 
-from megatron_lynx.plan import DEMAND, Choice, StagePlan, Window
+from megatron_lynx.plan import Choice, StagePlan, Window
 from megatron_lynx.planner.baselines import infeasible
 from megatron_lynx.planner.block import Block, Scale, Slot, Term, minus, tidy
 from megatron_lynx.planner.milp import HALF_NS_IN_US, Model, Solution
@@ -62,7 +62,7 @@ def _for_layer(problem: StageProblem, policy: Policy, layer: int, *, last: bool)
         if key is None:
             continue
         if isinstance(key, str):
-            made[name] = DEMAND
+            made[name] = "demand"
             continue
         kind, slot = key
         if kind in ("stall", "head"):
@@ -70,10 +70,10 @@ def _for_layer(problem: StageProblem, policy: Policy, layer: int, *, last: bool)
         elif kind == "fwd":
             made[name] = Window("fwd", layer, slot)
         elif kind == "next":
-            made[name] = DEMAND if last else Window("bwd", layer + 1, slot)
+            made[name] = "demand" if last else Window("bwd", layer + 1, slot)
         else:
-            needs = any(made.get(source) == DEMAND for source in problem.graph.inputs_of(name))
-            made[name] = DEMAND if last and needs else Window("bwd", layer, slot)
+            needs = any(made.get(source) == "demand" for source in problem.graph.inputs_of(name))
+            made[name] = "demand" if last and needs else Window("bwd", layer, slot)
     return made
 
 
@@ -178,7 +178,7 @@ class _PolicyModel:
             if name in block.drop and storage.saved_by:
                 terms.append((block.drop[name], size))
             elif name in block.drop:
-                terms += block._passing(storage, [(block.drop[name], 1.0)], self.before, size)
+                terms += block.passing(storage, [(block.drop[name], 1.0)], self.before, size)
         return terms
 
     def _row(self, terms: list[Term], constant: float, extra_bytes: int) -> None:

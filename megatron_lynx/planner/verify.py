@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from megatron_lynx.graph import INPUT, LayerGraph, Storage
 from megatron_lynx.plan import KEEP, LayerPlan, StagePlan, Window
@@ -112,7 +113,7 @@ def _malformed(problem: StageProblem, plan: StagePlan) -> list[Violation]:
                 places.append(names.index(region))
             if choice == KEEP:
                 found.append(Violation(kind="order", point="plan", layer=layer.layer, region=region))
-        if any(a >= b for a, b in zip(places, places[1:], strict=False)):
+        if any(a >= b for a, b in pairwise(places)):
             found.append(Violation(kind="order", point="plan", layer=layer.layer))
     return found
 
