@@ -205,7 +205,7 @@ def _no_accelerator() -> bool:
 
 def _current_accelerator(check_available: bool = False) -> None:
     """As ``_no_accelerator``."""
-    return None
+    return
 
 
 def _engine_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,13 +226,13 @@ def _data_loader_init(original: Callable[..., None]) -> Callable[..., None]:
     tensor parallel group reads data, the ranks of the group would no longer drop the same elements.
     """
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         kwargs["pin_memory"] = False
         if kwargs.get("generator") is None:
             kwargs["generator"] = torch.Generator().manual_seed(torch.initial_seed())
         original(self, *args, **kwargs)
 
-    return __init__
+    return init
 
 
 @contextlib.contextmanager

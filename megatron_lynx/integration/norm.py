@@ -22,9 +22,12 @@ from megatron_lynx.errors import ConfigError
 _NORMS: dict[str, Any] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
 
 _UNSUPPORTED = {
-    "layernorm_zero_centered_gamma": "--apply-layernorm-1p: torch's norms have no zero-centred weight; drop the flag",
-    "persist_layer_norm": "persist_layer_norm is a kernel of Apex, which is not installed; add --no-persist-layer-norm",
-    "memory_efficient_layer_norm": "--memory-efficient-layer-norm is a kernel of Apex, which is not installed; drop it",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p: torch's norms have no zero-centred weight; "
+    "drop the flag",
+    "persist_layer_norm": "the persistent layer norm is a kernel of Apex, which is not installed; "
+    "add --no-persist-layer-norm",
+    "memory_efficient_layer_norm": "--memory-efficient-layer-norm is a kernel of Apex, which is not "
+    "installed; drop the flag",
 }
 
 
@@ -54,8 +57,8 @@ def sequence_parallel_norm() -> Iterator[None]:
     class stays and its ``__new__`` is replaced. Entering it a second time changes nothing.
     """
     original = WrappedTorchNorm.__dict__["__new__"]
-    WrappedTorchNorm.__new__ = staticmethod(build_norm)  # type: ignore[method-assign,assignment]
+    WrappedTorchNorm.__new__ = staticmethod(build_norm)
     try:
         yield
     finally:
-        WrappedTorchNorm.__new__ = original  # type: ignore[method-assign]
+        WrappedTorchNorm.__new__ = original

@@ -83,10 +83,17 @@ def parse(
                 "`lynx run PATH/TO/pretrain_gpt.py` with upstream's script"
             )
     if cpu_backend_active():
-        missing = [flag for field, value, flag in _CPU_NEEDS if getattr(args, field, value) != value]
-        if missing:
-            raise ConfigError(f"training on CPU needs these flags too: {' '.join(missing)}")
+        _check_for_cpu(args)
     return args
+
+
+def _check_for_cpu(args: Namespace) -> None:
+    """Megatron would fail later, at the first kernel that is missing, one flag at a time."""
+    missing = [flag for field, value, flag in _CPU_NEEDS if getattr(args, field, value) != value]
+    if args.position_embedding_type == "rope" and args.apply_rope_fusion:
+        missing.append("--no-rope-fusion")
+    if missing:
+        raise ConfigError(f"training on CPU needs these flags too: {' '.join(missing)}")
 
 
 @contextlib.contextmanager
@@ -139,7 +146,7 @@ def forward_step(
     return output, partial(loss_of, batch["loss_mask"])
 
 
-def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
+def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
     """The tensors of the next microbatch that this rank needs; None for the others.
 
     The first rank of a tensor parallel group reads, the others receive from it.
@@ -172,7 +179,7 @@ def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Ten
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
     )
     batch = {key: batch.get(key) for key in (*_BATCH_KEYS, "cu_seqlens")}
-    return get_batch_on_this_cp_rank(  # type: ignore[no-any-return]
+    return get_batch_on_this_cp_rank(
         batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
     )
 

@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class StorageMeter(TorchDispatchMode):
+class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside ``with StorageMeter() as meter`` every new storage is counted while it lives.
 
     It slows a program down (each operator runs some Python), so time and meter different iterations.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         # Storages by the identity of torch's own object; a freed one leaves before its id is reused.

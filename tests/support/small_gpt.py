@@ -94,7 +94,7 @@ def _build(config: TransformerConfig, vpp: int | None, rope: bool) -> list[Any]:
             position_embedding_type="rope" if rope else "learned_absolute",
             vp_stage=vp_stage,
         )
-        model.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
+        model.model_type = ModelType.encoder_or_decoder
         if config.bf16:
             model = Float16Module(config, model)
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=config.bf16, use_distributed_optimizer=False)

@@ -1,0 +1,284 @@
+"""Trains one small GPT with each recomputation method, and compares them in one table.
+
+Two ranks with tensor parallelism, real Megatron, real text: on the CPU over gloo, or over NCCL on a
+machine with two GPUs (that way is untested). Everything is written below ``.quickstart``.
+
+    python scripts/quickstart.py [--iterations 20] [--methods none,full,selective]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+RANKS = 2
+
+# Megatron's flags by method; "{report}" stands for a folder of the method's own.
+METHODS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "full": (
+        *("--recompute-granularity", "full"),
+        *("--recompute-method", "uniform"),
+        *("--recompute-num-layers", "1"),
+    ),
+    "selective": ("--recompute-granularity", "selective"),
+}
+
+# A GPT that two cores train in about a second per step.
+MODEL = (
+    *("--num-layers", "4"),
+    *("--hidden-size", "256"),
+    *("--num-attention-heads", "8"),
+    *("--seq-length", "256"),
+    *("--max-position-embeddings", "256"),
+    *("--tensor-model-parallel-size", str(RANKS)),
+    *("--micro-batch-size", "2"),
+    *("--global-batch-size", "8"),
+    *("--lr", "1e-3"),
+    *("--lr-decay-style", "constant"),
+    *("--seed", "1234"),
+    # No evaluation: the loss of training is compared.
+    *("--eval-iters", "0"),
+    *("--log-interval", "1"),
+    # What works from Megatron's wheel alone, without Transformer Engine and Apex.
+    *("--transformer-impl", "local"),
+    "--no-persist-layer-norm",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+)
+
+# Steps that are not timed: the first warms up, the second runs under the storage meter.
+UNTIMED_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one method did. ``rebuilds`` are counts in windows, in stalls and on demand, over all ranks."""
+
+    method: str
+    loss: float
+    step_ns: int
+    peak_bytes: int
+    rebuilds: tuple[int, int, int] | None
+
+
+def main() -> int:
+    """Train with every method; the exit code is 1 if a run failed or two losses differ."""
+    parser = argparse.ArgumentParser(description="Compare recomputation methods on a small GPT.")
+    parser.add_argument("--iterations", type=int, default=20, help="training steps for each method")
+    parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated, of: %(default)s")
+    parser.add_argument("--folder", type=Path, default=Path(".quickstart"), help="where to write")
+    arguments = parser.parse_args()
+    methods = arguments.methods.split(",")
+    for method in methods:
+        if method not in METHODS:
+            parser.error(f"--methods {method}: expected some of {','.join(METHODS)}")
+    if arguments.iterations <= UNTIMED_STEPS:
+        parser.error(f"--iterations {arguments.iterations}: expected more than {UNTIMED_STEPS}, such as 20")
+    folder: Path = arguments.folder.resolve()
+    console = Console()
+    device = _device()
+    console.print(f"{RANKS} ranks, tensor parallel, on {device.name}; everything is written to {folder}")
+    flags = [*MODEL, *device.flags, *_dataset(folder), "--train-iters", str(arguments.iterations)]
+    results = []
+    with _progress(console) as progress:
+        for method in methods:
+            task = progress.add_task(method, total=arguments.iterations, loss="")
+            run = folder / method
+            if not _train(run, method, flags, device.environment, partial(progress.update, task)):
+                progress.stop()
+                console.print(f"{method} failed; the end of {run / 'log.txt'}:\n{_tail(run / 'log.txt')}")
+                return 1
+            results.append(_result(run, method))
+    console.print(_table(results))
+    return _verdict(console, results, folder)
+
+
+# --- where to train ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What the ranks run on: a name to show, Megatron's flags, and the ranks' environment."""
+
+    name: str
+    flags: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def _device() -> Device:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    common = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
+    if gpus >= RANKS:
+        return Device(
+            name=f"{RANKS} of {gpus} GPUs over NCCL (untested)",
+            flags=("--distributed-backend", "nccl"),
+            environment=common,
+        )
+    threads = str(max(1, (os.cpu_count() or 1) // RANKS))
+    return Device(
+        name="the CPU over gloo",
+        flags=("--distributed-backend", "gloo"),
+        # One GPU cannot hold two NCCL ranks, and the CPU backend refuses to hide it by itself.
+        environment={
+            **common,
+            "MEGATRON_LYNX_CPU": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": threads,
+        },
+    )
+
+
+def _dataset(folder: Path) -> list[str]:
+    # torch and Megatron tell what is not installed; nothing here needs it.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron_lynx.integration.dataset import build_dataset, dataset_arguments
+    prefix = build_dataset(folder / "data" / "python_stdlib")
+    return [*dataset_arguments(prefix), "--data-cache-path", str(folder / "data" / "cache")]
+
+
+# --- one method ----------------------------------------------------------------------------------
+
+
+def _train(
+    run: Path, method: str, flags: list[str], environment: dict[str, str], show: Callable[..., None]
+) -> bool:
+    """Train with ``method`` in the folder ``run``, showing each step; whether it ended well."""
+    shutil.rmtree(run, ignore_errors=True)
+    report, record = run / "report", run / "record"
+    report.mkdir(parents=True)
+    own_flags = [flag.format(report=report) for flag in METHODS[method]]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
+        *("-m", "megatron_lynx.pretrain_gpt", *flags, *own_flags),
+    ]
+    with (run / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment, "MEGATRON_LYNX_RECORD": str(record)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            while True:
+                try:
+                    ended = process.wait(timeout=0.5)
+                except subprocess.TimeoutExpired:
+                    ended = None
+                steps = _steps(record / f"rank{RANKS - 1}.jsonl")
+                if steps:
+                    show(completed=len(steps), loss=f"loss {steps[-1]['loss']:.4f}")
+                if ended is not None:
+                    return ended == 0
+        finally:
+            if process.poll() is None:  # interrupted: torchrun passes the signal on to its ranks
+                process.terminate()
+                process.wait()
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a recorder's file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _result(run: Path, method: str) -> Result:
+    ranks = [_steps(run / "record" / f"rank{rank}.jsonl") for rank in range(RANKS)]
+    last = ranks[-1]
+    return Result(
+        method=method,
+        loss=last[-1]["loss"],
+        step_ns=int(statistics.median(step["step_ns"] for step in last[UNTIMED_STEPS:])),
+        peak_bytes=max(step["peak_bytes"] or 0 for steps in ranks for step in steps),
+        rebuilds=_rebuilds(run / "report"),
+    )
+
+
+def _rebuilds(report: Path) -> tuple[int, int, int] | None:
+    """Counts from the reports that ``--lynx-report`` wrote, summed over ranks; None if there are none."""
+    reports = [json.loads(path.read_text()) for path in sorted(report.glob("*.json"))]
+    counts = [entry["rebuilds"] for entry in reports if "rebuilds" in entry]
+    if not counts:
+        return None
+    return (
+        sum(count["windows"] for count in counts),
+        sum(count["stalls"] for count in counts),
+        sum(count["demand"] for count in counts),
+    )
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:>10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[loss]}"),
+        console=console,
+    )
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table(title="One GPT, the same data and seed, by recomputation method")
+    table.add_column("method", no_wrap=True)
+    for column in (
+        "loss\nat the end",
+        "step\n(ms)",
+        "peak activation\nbytes",
+        "rebuilt in\nwindows",
+        "rebuilt\nin stalls",
+        "rebuilt\non demand",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for result in results:
+        rebuilds = ["-"] * 3 if result.rebuilds is None else [str(count) for count in result.rebuilds]
+        table.add_row(
+            result.method,
+            repr(result.loss),
+            f"{result.step_ns / 1e6:.0f}",
+            f"{result.peak_bytes:,}",
+            *rebuilds,
+        )
+    return table
+
+
+def _verdict(console: Console, results: list[Result], folder: Path) -> int:
+    console.print(f"Logs, steps and reports by method: {folder}")
+    if len({result.loss for result in results}) > 1:
+        console.print("The losses DIFFER: a method changed what is computed.")
+        return 1
+    console.print("The losses are equal to the last bit.")
+    return 0
+
+
+def _tail(log: Path, lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+# Makes the virtual environments of this checkout. Sourced by the other scripts, from bash:
+#
+#   source scripts/setup_env.sh
+#   lynx_venv .venv "megatron,test"     # afterwards .venv/bin/python has the package and the extras
+#
+# A venv that is up to date is used as it is. LYNX_PYTHON names the interpreter to use, if not the first found.
+
+LYNX_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+_lynx_new_enough() { # megatron-core needs Python 3.12
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
+}
+
+_lynx_find_python() {
+    local pyenv="${PYENV_ROOT:-$HOME/.pyenv}/versions" candidate
+    # 3.12 first: it is the version that was tested, and the one megatron-core has a wheel for.
+    for candidate in python3.12 "$pyenv"/3.12*/bin/python3 python3.13 "$pyenv"/3.13*/bin/python3 \
+        python3 "$pyenv"/3.1[4-9]*/bin/python3; do
+        if _lynx_new_enough "$candidate"; then
+            command -v "$candidate"
+            return 0
+        fi
+    done
+    return 1
+}
+
+_lynx_python() {
+    if [ -n "${LYNX_PYTHON:-}" ]; then
+        if ! _lynx_new_enough "$LYNX_PYTHON"; then
+            echo "LYNX_PYTHON=$LYNX_PYTHON is no Python >= 3.12; unset it, or name one such as python3.12" >&2
+            return 1
+        fi
+        command -v "$LYNX_PYTHON"
+        return 0
+    fi
+    if ! _lynx_find_python; then
+        echo "No Python >= 3.12 found (looked for python3.12, python3.13, python3 and pyenv's versions)." >&2
+        echo "megatron-core needs it. Install one (Debian: apt-get install python3.12 python3.12-venv;" >&2
+        echo "pyenv: pyenv install 3.12), or set LYNX_PYTHON to where it is." >&2
+        return 1
+    fi
+}
+
+# lynx_venv FOLDER EXTRAS: a venv at FOLDER, below the checkout, with this package and its EXTRAS.
+lynx_venv() {
+    local folder="$LYNX_ROOT/$1" extras="$2" python stamp
+    python="$(_lynx_python)" || return 1
+    stamp="$( (echo "$extras"; "$python" --version; cat "$LYNX_ROOT/pyproject.toml" "$LYNX_ROOT/setup.py") | cksum)"
+    if [ -x "$folder/bin/python" ] && [ "$(cat "$folder/lynx-stamp" 2>/dev/null)" = "$stamp" ]; then
+        return 0
+    fi
+    echo "Installing into $1: the package with [$extras] ($("$python" --version))"
+    if ! "$python" -m venv --clear "$folder"; then
+        echo "$python cannot make a virtual environment (Debian: apt-get install python3.12-venv)" >&2
+        return 1
+    fi
+    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$LYNX_ROOT[$extras]" || return 1
+    echo "$stamp" >"$folder/lynx-stamp"
+}
