@@ -7,6 +7,8 @@ s/t rows. A test traces real layers and compares region by region, for every sup
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron_lynx.graph import INPUT, LayerGraph, Region, Storage
 from megatron_lynx.spec import Batch, Model, Parallel
 
@@ -74,7 +76,7 @@ def layer_graph(model: Model, parallel: Parallel, batch: Batch) -> LayerGraph:
         "input_layernorm": ("input",),
         "linear_qkv": ("input_layernorm.out",),
         "qkv_split": ("linear_qkv.out",),
-        "core_attention": ("qkv_split.out", "linear_qkv.out"),
+        "core_attention": ("qkv_split.queries", "qkv_split.keys", "linear_qkv.out"),
         "linear_proj": ("core_attention.out",),
         "self_attn_dropout": (),
         "self_attn_bda": ("input", "linear_proj.out"),
@@ -119,94 +121,121 @@ def _rows(parallel: Parallel, batch: Batch) -> int:
     return rows // parallel.tp if parallel.sequence_parallel else rows
 
 
-def _norm_stats(name: str, model: Model, parallel: Parallel, batch: Batch) -> tuple[Storage, ...]:
-    """What a norm saves of its own: mean and 1/deviation, or the root mean square alone."""
-    count = 2 if model.normalization == "LayerNorm" else 1
-    size = count * _rows(parallel, batch) * 4
+def _norm_storages(name: str, model: Model, rows: int) -> tuple[Storage, ...]:
+    """What a norm saves of its own, beside its input.
+
+    LayerNorm: mean and 1/deviation, in fp32 on CUDA and in the activation type on a CPU. RMSNorm:
+    1/rms in fp32; a CPU has no fused kernel for it and saves the normalised rows too, in fp32, and
+    instead of a 16-bit input its fp32 copy.
+    """
+    hidden = rows * model.hidden_size * 4
+    if model.normalization == "LayerNorm":
+        size = 2 * rows * (4 if model.device == "cuda" else model.dtype_bytes)
+    elif model.device == "cuda":
+        size = rows * 4
+    else:
+        size = rows * 4 + hidden * (1 if model.dtype_bytes == 4 else 2)
     return (Storage(name=f"{name}.stats", producer=name, size_bytes=size, saved_by=(name,)),)
 
 
+def _norm_saves_input(model: Model) -> bool:
+    return model.normalization == "LayerNorm" or model.device == "cuda" or model.dtype_bytes == 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """How the fused QKV output reaches attention on one rank; sizes in bytes.
+
+    Rotary embeddings copy queries and keys. Without them queries are views where the heads of a
+    group lie side by side, and copies where several groups are merged (GQA); a single group is
+    merged with the batch inside the attention. Unfused attention repeats keys and values (GQA).
+    """
+
+    fused: int
+    attended: int
+    rotated_queries: int
+    rotated_keys: int
+    rotation: int
+    merged_queries: int
+    inner_queries: int
+    repeated: int
+
+    @classmethod
+    def of(cls, model: Model, parallel: Parallel, batch: Batch) -> _Heads:
+        """The sizes for one microbatch."""
+        heads, groups = model.num_attention_heads // parallel.tp, model.groups // parallel.tp
+        head = batch.seq_length * batch.micro_batch_size * model.head_size * model.dtype_bytes
+        rope, grouped = model.position_embedding_type == "rope", heads > groups
+        unfused = model.attention == "unfused"
+        single = grouped and groups == 1
+        return cls(
+            fused=(heads + 2 * groups) * head,
+            attended=heads * head,
+            rotated_queries=heads * head if rope else 0,
+            rotated_keys=groups * head if rope else 0,
+            rotation=4 * batch.seq_length * model.head_size * model.dtype_bytes if rope else 0,
+            merged_queries=heads * head if grouped and not single and not rope else 0,
+            inner_queries=heads * head
+            if single and not rope and unfused and batch.micro_batch_size > 1
+            else 0,
+            repeated=2 * heads * head if grouped and unfused else 0,
+        )
+
+    @property
+    def keeps_fused(self) -> bool:
+        """Whether attention saves a view of the fused output: its values, or also its queries."""
+        queries_viewed = not (self.rotated_queries or self.merged_queries or self.inner_queries)
+        return not self.repeated or queries_viewed
+
+
 def _attention_storages(model: Model, parallel: Parallel, batch: Batch) -> tuple[Storage, ...]:
-    e, tp = model.dtype_bytes, parallel.tp
-    tokens, rows = batch.seq_length * batch.micro_batch_size, _rows(parallel, batch)
-    heads, groups, d = model.num_attention_heads // tp, model.groups // tp, model.head_size
+    e, rows = model.dtype_bytes, _rows(parallel, batch)
     hidden = rows * model.hidden_size * e
-    rope = model.position_embedding_type == "rope"
-    repeats = heads > groups and model.attention == "unfused"
-    copied = 0
-    if rope:
-        copied = tokens * (heads + groups) * d * e + 4 * batch.seq_length * d * e
-    elif repeats and groups > 1:
-        copied = tokens * heads * d * e
+    heads = _Heads.of(model, parallel, batch)
+
+    def made(name: str, size_bytes: int, *saved_by: str) -> Storage:
+        return Storage(name=name, producer=name.split(".")[0], size_bytes=size_bytes, saved_by=saved_by)
+
     found = [
-        Storage(name="input", producer=INPUT, size_bytes=hidden, saved_by=("input_layernorm",)),
-        Storage(
-            name="input_layernorm.out",
-            producer="input_layernorm",
-            size_bytes=hidden,
-            saved_by=("linear_qkv",),
-        ),
-        *_norm_stats("input_layernorm", model, parallel, batch),
-        Storage(
-            name="linear_qkv.out",
-            producer="linear_qkv",
-            size_bytes=tokens * (heads + 2 * groups) * d * e,
-            saved_by=() if repeats else ("core_attention",),
-        ),
-        Storage(
-            name="qkv_split.out",
-            producer="qkv_split",
-            size_bytes=copied,
-            saved_by=("core_attention",),
-        ),
-        *_core_attention_storages(model, parallel, batch, repeats),
-        Storage(
-            name="core_attention.out",
-            producer="core_attention",
-            size_bytes=tokens * heads * d * e,
-            saved_by=("linear_proj",),
-        ),
-        Storage(name="linear_proj.out", producer="linear_proj", size_bytes=hidden),
-        Storage(
-            name="self_attn_dropout.mask",
-            producer="self_attn_dropout",
-            size_bytes=rows * model.hidden_size * model.mask_bytes,
-            saved_by=("self_attn_bda",),
-        ),
-        Storage(
-            name="self_attn_bda.out",
-            producer="self_attn_bda",
-            size_bytes=hidden,
-            saved_by=("pre_mlp_layernorm",),
-        ),
+        made("input", hidden, *(["input_layernorm"] if _norm_saves_input(model) else [])),
+        made("input_layernorm.out", hidden, "linear_qkv"),
+        *_norm_storages("input_layernorm", model, rows),
+        made("linear_qkv.out", heads.fused, *(["core_attention"] if heads.keeps_fused else [])),
+        made("qkv_split.rotation", heads.rotation, "qkv_split"),
+        made("qkv_split.queries", heads.rotated_queries + heads.merged_queries, "core_attention"),
+        made("qkv_split.keys", heads.rotated_keys, *([] if heads.repeated else ["core_attention"])),
+        made("core_attention.queries", heads.inner_queries, "core_attention"),
+        made("core_attention.repeated", heads.repeated, "core_attention"),
+        *_score_storages(model, parallel, batch),
+        made("core_attention.out", heads.attended, "linear_proj"),
+        made("linear_proj.out", hidden),
+        made("self_attn_dropout.mask", rows * model.hidden_size * model.mask_bytes, "self_attn_bda"),
+        made("self_attn_bda.out", hidden, *(["pre_mlp_layernorm"] if _norm_saves_input(model) else [])),
     ]
     return tuple(s for s in found if s.size_bytes)
 
 
-def _core_attention_storages(
-    model: Model, parallel: Parallel, batch: Batch, repeats: bool
-) -> tuple[Storage, ...]:
-    """What attention saves inside: softmax and masks of s x s, or the flash kernel's log-sums."""
+def _score_storages(model: Model, parallel: Parallel, batch: Batch) -> tuple[Storage, ...]:
+    """The s x s tensors of unfused attention, or the flash kernel's log-sums."""
     e, heads = model.dtype_bytes, model.num_attention_heads // parallel.tp
     s, b = batch.seq_length, batch.micro_batch_size
+    scores = b * heads * s * s
     sizes: dict[str, int] = {}
     if model.attention == "flash":
-        sizes["core_attention.logsumexp"] = b * heads * s * 4
+        sizes["logsumexp"] = b * heads * s * 4
     else:
-        scores = b * heads * s * s
-        if repeats:
-            sizes["core_attention.repeated_kv"] = 2 * s * b * heads * model.head_size * e
-        sizes["core_attention.causal_mask"] = s * s
         wide = 4 if model.attention_softmax_in_fp32 else e
-        sizes["core_attention.softmax"] = scores * wide
+        sizes = {"causal_mask": s * s, "softmax": scores * wide}
         if model.attention_dropout > 0:
-            sizes["core_attention.dropout_mask"] = scores * model.mask_bytes
-            sizes["core_attention.dropped"] = scores * e
+            sizes |= {"dropout_mask": scores * model.mask_bytes, "dropped": scores * e}
         elif wide != e:
-            sizes["core_attention.probabilities"] = scores * e
+            sizes["probabilities"] = scores * e
     return tuple(
         Storage(
-            name=name, producer="core_attention", size_bytes=size, saved_by=("core_attention",)
+            name=f"core_attention.{name}",
+            producer="core_attention",
+            size_bytes=size,
+            saved_by=("core_attention",),
         )
         for name, size in sizes.items()
     )
@@ -226,7 +255,7 @@ def _mlp_storages(model: Model, parallel: Parallel, batch: Batch) -> tuple[Stora
             size_bytes=hidden,
             saved_by=("linear_fc1",),
         ),
-        *_norm_stats("pre_mlp_layernorm", model, parallel, batch),
+        *_norm_storages("pre_mlp_layernorm", model, rows),
         Storage(
             name="linear_fc1.out",
             producer="linear_fc1",

@@ -28,8 +28,7 @@ def _divides(divisor: int, by: str, total: int, of: str) -> None:
     if total % divisor:
         works = (total // divisor + 1) * divisor
         raise ConfigError(
-            f"{_flag(of)} {total} is not divisible by {_flag(by)} {divisor}; "
-            f"{_flag(of)} {works} would be"
+            f"{_flag(of)} {total} is not divisible by {_flag(by)} {divisor}; {_flag(of)} {works} would be"
         )
 
 
@@ -40,8 +39,8 @@ class Model:
     Sizes are counts of elements. ``attention`` is ``flash`` (saves no s x s tensors) or
     ``unfused`` (Megatron's local DotProductAttention). ``fused_activation`` is the inverse of
     ``--no-bias-gelu-fusion`` / ``--no-bias-swiglu-fusion``. ``dtype_bytes`` is 2 for bf16/fp16, 4
-    for fp32. ``mask_bytes`` is the size of one element of a dropout mask: 1 on CUDA; on the CPU
-    torch saves masks in the activation type.
+    for fp32. ``device`` matters where torch saves other things on a CPU than on CUDA: dropout masks
+    and norm statistics in the activation type, and the factors of an RMSNorm.
 
     Raises:
         ConfigError: a size below 1 or one that does not divide.
@@ -66,7 +65,7 @@ class Model:
     attention_softmax_in_fp32: bool = False
     fused_activation: bool = True
     dtype_bytes: int = 2
-    mask_bytes: int = 1
+    device: Literal["cuda", "cpu"] = "cuda"
     name: str = "custom"
 
     def __post_init__(self) -> None:
@@ -75,9 +74,7 @@ class Model:
             if getattr(self, optional) is not None:
                 _positive(self, optional)
         if self.kv_channels is None:
-            _divides(
-                self.num_attention_heads, "num_attention_heads", self.hidden_size, "hidden_size"
-            )
+            _divides(self.num_attention_heads, "num_attention_heads", self.hidden_size, "hidden_size")
         _divides(self.groups, "num_query_groups", self.num_attention_heads, "num_attention_heads")
         for name in ("attention_dropout", "hidden_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
@@ -85,6 +82,11 @@ class Model:
                     f"{_flag(name)} {getattr(self, name)} must be at least 0 and below 1; "
                     f"{_flag(name)} 0.1 works"
                 )
+
+    @property
+    def mask_bytes(self) -> int:
+        """Size of one element of a dropout mask: one byte on CUDA, the activation type on a CPU."""
+        return 1 if self.device == "cuda" else self.dtype_bytes
 
     @property
     def groups(self) -> int:
@@ -124,9 +126,7 @@ class Parallel:
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(f"--vpp {self.vpp} needs a pipeline; --vpp 1 works with --pp 1")
         if self.sequence_parallel and self.tp == 1:
-            raise ConfigError(
-                "--sequence-parallel needs tensor parallelism; --tp 2 works, or leave it out"
-            )
+            raise ConfigError("--sequence-parallel needs tensor parallelism; --tp 2 works, or leave it out")
         if self.microbatch_group_size is not None and self.microbatch_group_size < self.pp:
             raise ConfigError(
                 "--microbatch-group-size-per-virtual-pipeline-stage "
@@ -188,8 +188,10 @@ def check_job(model: Model, parallel: Parallel, batch: Batch) -> None:
             f"--global-batch-size {(batch.global_batch_size // per_step + 1) * per_step} works"
         )
     microbatches = batch.num_microbatches(parallel.dp)
-    if parallel.vpp > 1 and microbatches % parallel.group_size and (
-        microbatches % parallel.group_size < parallel.pp
+    if (
+        parallel.vpp > 1
+        and microbatches % parallel.group_size
+        and (microbatches % parallel.group_size < parallel.pp)
     ):
         raise ConfigError(
             f"--vpp {parallel.vpp} needs a number of microbatches that is a multiple of "

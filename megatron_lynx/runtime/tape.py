@@ -110,7 +110,6 @@ class LayerTape:
         storage = hidden.untyped_storage()
         if carried is None or carried.address != storage._cdata:
             carried = TapeStorage(storage, INPUT, None, dropped=False)
-        carried.keep(storage)
         self._known[storage._cdata] = carried
         self.storages.append(carried)
 
