@@ -207,15 +207,18 @@ def iteration_ns(stages: Sequence[SimStage], parallel: Parallel, microbatches: i
 class SimJob:
     """What is to be simulated: a plan for every rank, and what things cost.
 
-    ``workspace_bytes`` is what one layer's backward needs besides its saved storages.
+    ``graph`` is that of all layers, or one for each rank. ``workspace_bytes`` is what one layer's
+    backward needs besides its saved storages. ``fine`` counts memory by region instead of by layer
+    (see ``ledger``).
     """
 
     stages: tuple[StagePlan, ...]
-    graph: LayerGraph
+    graph: LayerGraph | tuple[LayerGraph, ...]
     table: CostTable
     parallel: Parallel
     microbatches: int
     workspace_bytes: int = 0
+    fine: bool = False
 
 
 def sim_stage(
@@ -242,8 +245,14 @@ def simulate(job: SimJob) -> Timeline:
     for plan in job.stages:
         if len(plan.chunks) != parallel.vpp:
             raise ValueError(f"stage {plan.stage} has {len(plan.chunks)} chunks, not {parallel.vpp}")
-    index = GraphIndex(job.graph)
-    walks = tuple(StageWalk(plan, index, job.table, parallel.pp, job.workspace_bytes) for plan in job.stages)
+    if isinstance(job.graph, LayerGraph):
+        indexes = [GraphIndex(job.graph)] * parallel.pp
+    else:
+        indexes = [GraphIndex(graph) for graph in job.graph]
+    walks = tuple(
+        StageWalk(plan, index, job.table, parallel.pp, job.workspace_bytes, job.fine)
+        for plan, index in zip(job.stages, indexes, strict=True)
+    )
     prog = program(parallel, job.microbatches)
     tables = [SimStage.from_walk(walk, prog.used(rank)) for rank, walk in enumerate(walks)]
     return play(prog, tables, job.table.p2p_ns, walks)

@@ -1,7 +1,12 @@
-"""Which storages of one microbatch are at hand while its passes run.
+"""Which storages of one microbatch are at hand while its passes run, and when they are freed.
 
-A storage stays until its last user is done. Its users are the backward passes of the regions in
-``saved_by`` and the dropped regions that read it when they run again.
+The users of a storage are the backward passes of the regions in ``saved_by`` and the dropped
+regions that read it when they run again. Two ways to count:
+
+- by layer (the planners' way, which a plan's budget is about): what some backward reads, and all
+  that was kept, stays until its layer's backward is over; what was rebuilt only to rebuild more
+  stays until the end of the point (a window, the stall, a layer's backward) of its last user;
+- by region (``fine``; what the runtime does): everything stays until its last user is done.
 """
 
 from __future__ import annotations
@@ -11,24 +16,25 @@ from dataclasses import dataclass
 
 from megatron_lynx.graph import INPUT, LayerGraph
 from megatron_lynx.plan import LayerPlan
+from megatron_lynx.simulator.passes import KEPT
 
 Sized = tuple[str, int]
 """A storage's name and its size in bytes."""
+Owned = tuple[str, int]
+"""An owner (``passes.OWNERS``) and its bytes."""
 
 
 class GraphIndex:
     """Look-ups of a LayerGraph that a walk over many layers needs, made once.
 
     ``saved[region]`` are the (storage, producer) pairs that its backward reads, ``reads[region]``
-    those that its forward reads, ``makes[region]`` what it produces. ``last`` is the region whose
-    output is the next layer's input.
+    those that its forward reads, ``makes[region]`` what it produces.
     """
 
     def __init__(self, graph: LayerGraph) -> None:
         producer = {storage.name: storage.producer for storage in graph.storages}
         self.graph = graph
         self.names = tuple(name for name in graph.names if name != INPUT)
-        self.last = self.names[-1] if self.names else INPUT
         self.makes: dict[str, tuple[Sized, ...]] = {
             name: tuple((s.name, s.size_bytes) for s in graph.storages if s.producer == name)
             for name in graph.names
@@ -41,6 +47,7 @@ class GraphIndex:
             region.name: tuple((read, producer[read]) for read in region.reads) for region in graph.regions
         }
         self.communicates = {region.name: region.communicates for region in graph.regions}
+        self.read_by_backward = frozenset(s.name for s in graph.storages if s.saved_by)
         self.size = {storage.name: storage.size_bytes for storage in graph.storages}
         self._patterns: dict[frozenset[str], Pattern] = {}
 
@@ -92,23 +99,28 @@ def _pattern(index: GraphIndex, dropped: frozenset[str]) -> Pattern:
 class Ledger:
     """The storages of one microbatch in the layers of one chunk, from its forward to its backward.
 
-    ``owner`` remembers, for what was rebuilt, in which kind of window that was.
+    ``rebuilt`` says, for what was run again, whose the bytes are (``passes.OWNERS``). ``held`` are
+    frees that wait for the end of a layer's backward, ``leaving`` those for the end of a point.
     """
 
-    def __init__(self, index: GraphIndex, plans: Mapping[int, LayerPlan]) -> None:
-        self.index = index
+    def __init__(self, index: GraphIndex, plans: Mapping[int, LayerPlan], fine: bool = False) -> None:
+        self.index, self.fine = index, fine
         self.patterns = {k: index.pattern(plan.dropped) for k, plan in plans.items()}
         self.uses = {k: dict(pattern.uses) for k, pattern in self.patterns.items()}
         self.present = {k: set(pattern.present) for k, pattern in self.patterns.items()}
         self.rebuilt: dict[tuple[int, str], str] = {}
+        self.held: dict[int, list[Owned]] = {k: [] for k in plans}
+        self.leaving: list[Owned] = []
 
     def copy(self) -> Ledger:
         """An independent ledger in the same state."""
         twin = object.__new__(Ledger)
-        twin.index, twin.patterns = self.index, self.patterns
+        twin.index, twin.fine, twin.patterns = self.index, self.fine, self.patterns
         twin.uses = {k: dict(uses) for k, uses in self.uses.items()}
         twin.present = {k: set(present) for k, present in self.present.items()}
         twin.rebuilt = dict(self.rebuilt)
+        twin.held = {k: list(held) for k, held in self.held.items()}
+        twin.leaving = list(self.leaving)
         return twin
 
     def is_due(self, layer: int, region: str) -> bool:
@@ -118,7 +130,8 @@ class Ledger:
 
     def missing_for(self, layer: int, region: str) -> list[tuple[int, str]]:
         """The dropped regions, in the order to run them, that ``region`` needs and that have not
-        been run again: those that make what it reads, and theirs before them."""
+        been run again: those that make what it reads, and theirs before them. A layer's dropped
+        input needs the whole layer before."""
         found: list[tuple[int, str]] = []
         self._collect(layer, region, found)
         return found
@@ -126,14 +139,14 @@ class Ledger:
     def _collect(self, layer: int, region: str, found: list[tuple[int, str]]) -> None:
         needs = [(layer, producer) for _, producer in self.index.reads[region]]
         if region == INPUT:
-            needs.append((layer - 1, self.index.last))
+            needs = [(layer - 1, name) for name in self.index.graph.names]
         for need in needs:
             if need not in found and self.is_due(*need):
                 self._collect(*need, found)
                 found.append(need)
 
-    def rebuild(self, layer: int, region: str, owner: str) -> tuple[int, list[tuple[str, int]]]:
-        """Run ``region`` again: bytes that appear, and (owner, bytes) that its end frees."""
+    def rebuild(self, layer: int, region: str, owner: str) -> tuple[int, list[Owned]]:
+        """Run ``region`` again: bytes that appear, and what its end frees at once."""
         uses, present = self.uses[layer], self.present[layer]
         taken = 0
         for storage, size in self.index.makes[region]:
@@ -143,17 +156,30 @@ class Ledger:
         self.rebuilt[layer, region] = owner
         return taken, self._used(layer, self.index.reads[region])
 
-    def backward(self, layer: int, region: str) -> list[tuple[str, int]]:
-        """The backward of ``region`` is done: (owner, bytes) that it frees."""
+    def backward(self, layer: int, region: str) -> list[Owned]:
+        """The backward of ``region`` is done: what that frees at once."""
         return self._used(layer, self.index.saved[region])
 
-    def _used(self, layer: int, storages: tuple[tuple[str, str], ...]) -> list[tuple[str, int]]:
+    def end_point(self) -> list[Owned]:
+        """A window, the stall or a layer's backward is over: what that frees."""
+        freed, self.leaving = self.leaving, []
+        return freed
+
+    def end_layer(self, layer: int) -> list[Owned]:
+        """The backward of ``layer`` is over: what that frees."""
+        freed, self.held[layer] = self.held[layer] + self.end_point(), []
+        return freed
+
+    def _used(self, layer: int, storages: tuple[tuple[str, str], ...]) -> list[Owned]:
         uses, present = self.uses[layer], self.present[layer]
         freed = []
         for storage, producer in storages:
             uses[storage] -= 1
             if uses[storage] == 0 and storage in present:
                 present.discard(storage)
-                owner = self.rebuilt.get((layer, producer), "kept")
-                freed.append((owner, self.index.size[storage]))
+                owner = self.rebuilt.get((layer, producer))
+                freed.append((owner or KEPT, self.index.size[storage]))
+                if not self.fine:
+                    stays = owner is None or storage in self.index.read_by_backward
+                    (self.held[layer] if stays else self.leaving).append(freed.pop())
         return freed

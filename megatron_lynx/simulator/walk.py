@@ -13,8 +13,7 @@ The rules, window by window:
    demand, with what that needs; a collective inside a rebuild is always exposed.
 4. A dropped region that nobody needs (the end of a layer in Megatron's full recompute) is run when
    its layer's backward begins.
-5. A storage is freed when its last user is done (see ``ledger``). While a layer's backward runs,
-   its workspace is held.
+5. When a storage is freed, ``ledger`` says. While a layer's backward runs, its workspace is held.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class StageWalk:
 
     ``stages`` is the number of ranks; with it the walk knows which chunk holds the embedding or the
     head, and which backward receives its gradient over the pipeline link. ``workspace_bytes`` is
-    held during each layer's backward.
+    held during each layer's backward. ``fine`` counts memory by region instead of by layer.
     """
 
     def __init__(
@@ -55,10 +54,11 @@ class StageWalk:
         table: CostTable,
         stages: int,
         workspace_bytes: int = 0,
+        fine: bool = False,
     ) -> None:
         self.plan, self.table, self.costs = plan, table, table.layer
         self.index = graph if isinstance(graph, GraphIndex) else GraphIndex(graph)
-        self.workspace_bytes = workspace_bytes
+        self.workspace_bytes, self.fine = workspace_bytes, fine
         self._last_stage = plan.stage == stages - 1
         self._due = plan.windows()
         self._plans = {layer.layer: layer for layer in plan.layers}
@@ -92,7 +92,8 @@ class StageWalk:
     # Forward
 
     def _ledger(self, chunk: int) -> Ledger:
-        return Ledger(self.index, {layer: self._plans[layer] for layer in self.plan.chunks[chunk]})
+        plans = {layer: self._plans[layer] for layer in self.plan.chunks[chunk]}
+        return Ledger(self.index, plans, self.fine)
 
     def _forward(self, chunk: int, served: int | None) -> tuple[Pass, Ledger | None]:
         """The pass, and the state of what it serves when it is over."""
@@ -166,6 +167,7 @@ class StageWalk:
                     owner = kinds.IN_STALL if choice.kind == "stall" else kinds.IN_FORWARD
                     for item in self._with_missing(ledger, layer, region):
                         self._rebuild(cursor, item, ledger, owner, kind=kinds.STALL)
+        self._free(cursor, ledger.end_point(), -1, "stall")
         return cursor
 
     def _walk_layer_backward(self, cursor: Cursor, layer: int, ledger: Ledger) -> None:
@@ -195,6 +197,7 @@ class StageWalk:
         for region in self._plans[layer].dropped:
             if ledger.is_due(layer, region):
                 self._demand(cursor, layer, region, ledger)
+        self._free(cursor, ledger.end_layer(layer), layer, "")
         cursor.memory(-self.workspace_bytes, kinds.WORKSPACE, layer, "")
 
     # Windows and rebuilding
@@ -222,6 +225,8 @@ class StageWalk:
             for layer, region in self._due.get(window, ()):
                 for item in self._with_missing(ledger, layer, region):
                     self._rebuild(cursor, item, ledger, _OWNER[window.kind], until_ns=end)
+            if window.kind != "bwd":
+                self._free(cursor, ledger.end_point(), window.layer, slot)
         if cursor.now_ns < end:
             cursor.run(kinds.WAIT, end - cursor.now_ns, window.layer, slot)
 
