@@ -1,7 +1,7 @@
 """What running costs: nanoseconds per region, per collective and per transfer.
 
 ``LayerCosts`` holds the times of one layer, ``CostTable`` those of a whole job. Both are data:
-either estimated from a device's rates (``estimate.estimate``) or measured by the profiler.
+either estimated from a device's rates (``estimate_costs``) or measured by the profiler.
 """
 
 from __future__ import annotations

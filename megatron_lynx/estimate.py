@@ -74,7 +74,7 @@ class _Sizes:
         )
 
 
-def estimate(model: Model, parallel: Parallel, batch: Batch, cluster: Cluster) -> CostTable:
+def estimate_costs(model: Model, parallel: Parallel, batch: Batch, cluster: Cluster) -> CostTable:
     """Times of every region, collective and transfer of the job on ``cluster``."""
     device, link = cluster.device, cluster.tensor_link(parallel.tp)
     sizes = _Sizes.of(model, parallel, batch)

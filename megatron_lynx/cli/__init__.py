@@ -1,0 +1,1 @@
+"""The ``lynx`` command: the only place that prints, reads files and rounds."""

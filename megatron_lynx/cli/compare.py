@@ -1,0 +1,38 @@
+"""``lynx compare``: all methods side by side."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megatron_lynx.cli.docs import write_comparison
+from megatron_lynx.cli.job import add_job_flags, choices_from
+from megatron_lynx.cli.report import compare_table, console, job_line, print_notes, progress
+from megatron_lynx.rows import compare_json
+from megatron_lynx.workflow import compare
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this command's flags."""
+    add_job_flags(parser, plans=False)
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument("--docs", metavar="FILE", help="write the comparison of all presets as Markdown")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print."""
+    if args.docs:
+        write_comparison(args.docs)
+        return 0
+    choices = choices_from(args)
+    job = choices.job
+    print_notes(choices.notes)
+    with progress("planning") as status:
+        rows = compare(job, progress=lambda name: status.update(f"planning: {name}"))
+    if args.json:
+        sys.stdout.write(compare_json(job, rows))
+        return 0
+    out = console()
+    out.print(job_line(job), markup=False)
+    out.print(compare_table(job, rows))
+    return 0

@@ -1,0 +1,131 @@
+"""``lynx compare --docs FILE``: the comparison of all GPT presets, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lynx.cli.report import compare_cells, progress, speedup
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.job import Job, make_job
+from megatron_lynx.presets import load_cluster, load_model
+from megatron_lynx.rows import Row
+from megatron_lynx.spec import Batch, Parallel
+from megatron_lynx.units import format_bytes, format_ns
+from megatron_lynx.workflow import MEGATRON_METHODS, best_of, compare
+
+CLUSTERS = ("a100-40g-nvlink", "a100-40g-pcie")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One line of the document: parallel sizes and batch for a model."""
+
+    model: str
+    tp: int
+    pp: int
+    micro_batch_size: int
+
+
+SETTINGS = (
+    Setting("gpt-1.3b", 2, 4, 16),
+    Setting("gpt-2.7b", 2, 4, 16),
+    Setting("gpt-4.7b", 4, 4, 16),
+    Setting("gpt-7b", 4, 4, 8),
+    Setting("gpt-13b", 4, 8, 8),
+    Setting("gpt-20b", 8, 4, 8),
+    Setting("gpt-23b", 8, 5, 8),
+)
+"""Tensor parallelism inside a node, as few stages as the weights need, and the microbatch that a
+user picks for speed: so large that not everything can be kept."""
+
+_HEAD = """# Comparison
+
+Written by `lynx compare --docs docs/comparison.md`; do not edit. Every figure is **simulated** from
+estimated costs (a roofline with the efficiencies and link rates of `configs/clusters`), none is
+measured. Sequence 2048, flash attention, 4 microbatches for every stage, no sequence parallelism.
+
+- *over Megatron*: speedup over the best of Megatron's own options that fits (no recomputation,
+  selective, full with the best `uniform` or `block` number).
+- *over checkmate*: speedup over the optimum **without** overlap. This, not the former, is what
+  rebuilding inside windows and stalls is worth.
+- *opt* and *heu* are lynx's planners on Megatron's even split; *+ search* moves layers too.
+"""
+
+
+def job_of(setting: Setting, cluster: str) -> Job:
+    """The job of one line."""
+    return make_job(
+        load_model(setting.model),
+        Parallel(tp=setting.tp, pp=setting.pp),
+        Batch(
+            seq_length=2048,
+            micro_batch_size=setting.micro_batch_size,
+            global_batch_size=4 * setting.pp * setting.micro_batch_size,
+        ),
+        cluster=load_cluster(cluster),
+    )
+
+
+def write_comparison(path: str, settings: Sequence[Setting] = SETTINGS) -> None:
+    """Compare everything and write the document.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    parts = [_HEAD]
+    details: list[str] = []
+    with progress("comparing") as status:
+        for cluster in CLUSTERS:
+            lines = []
+            for setting in settings:
+                job = job_of(setting, cluster)
+                status.update(f"comparing: {setting.model} on {cluster}")
+                rows = compare(job)
+                lines.append(_line(setting, job, rows))
+                details.append(_detail(setting, cluster, job, rows))
+            parts.append(_overview(cluster, lines))
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text("\n".join([*parts, "## Every method\n", *details]), "utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--docs {path!r} cannot be written ({error}); --docs comparison.md works"
+        ) from error
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def _overview(cluster: str, lines: Sequence[Sequence[str]]) -> str:
+    head = ("model", "TP", "PP", "batch", "Megatron's best", "checkmate", "lynx", "over Megatron")
+    return f"## {cluster}\n\n" + _table((*head, "over checkmate"), lines)
+
+
+def _line(setting: Setting, job: Job, rows: Sequence[Row]) -> list[str]:
+    megatron, checkmate = best_of(rows, MEGATRON_METHODS), best_of(rows, ("checkmate",))
+    lynx = best_of(rows, ("opt", "heu"))
+    named = [_named(row) for row in (megatron, checkmate, lynx)]
+    factors = [speedup(lynx, other) if lynx else "-" for other in (megatron, checkmate)]
+    sizes = [str(size) for size in (setting.tp, setting.pp, setting.micro_batch_size)]
+    return [setting.model, *sizes, *named, *factors]
+
+
+def _named(row: Row | None) -> str:
+    if row is None or row.iteration_ns is None:
+        return "does not fit"
+    return f"{row.method}: {format_ns(row.iteration_ns)}"
+
+
+def _detail(setting: Setting, cluster: str, job: Job, rows: Sequence[Row]) -> str:
+    megatron, checkmate = best_of(rows, MEGATRON_METHODS), best_of(rows, ("checkmate",))
+    head = ("method", "step", "tokens/s", "over Megatron", "over checkmate", "peak", "on demand")
+    lines = [[cell or "-" for cell in compare_cells(row, megatron, checkmate)] for row in rows]
+    title = (
+        f"### {setting.model} on {cluster}, TP {setting.tp}, PP {setting.pp}, "
+        f"microbatch {setting.micro_batch_size}, {format_bytes(job.memory_bytes)} a device\n\n"
+    )
+    return title + _table((*head, "in windows", "layers a stage, or why not"), lines)

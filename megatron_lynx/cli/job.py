@@ -1,0 +1,256 @@
+"""The flags that describe a job, shared by every command that plans one.
+
+A value comes from the command line, else from ``--from-args``, else from ``--run``, else from
+``--model``, else from a default. Flags of the model carry Megatron's own names.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron_lynx.cli.megatron_args import MegatronArgs, read_args
+from megatron_lynx.cost import CostTable
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.presets import load_cluster, make_model, preset_names, read_toml
+from megatron_lynx.spec import Batch, Model, Parallel
+from megatron_lynx.units import parse_bytes
+from megatron_lynx.workflow import PARTITIONS, Job, make_job, planner_names
+
+DEFAULTS: Mapping[str, Any] = {
+    "cluster": "a100-40g-nvlink",
+    "tp": 1,
+    "pp": 1,
+    "vpp": 1,
+    "dp": 1,
+    "sequence_parallel": False,
+    "distributed_optimizer": False,
+    "micro_batch_size": 1,
+    "planner": "opt",
+    "partition": "keep",
+}
+_RUN_KEYS = frozenset(
+    {
+        *DEFAULTS,
+        *("model", "layout", "budget", "profile", "seq_length", "global_batch_size"),
+        *("microbatch_group_size", "attention"),
+    }
+)
+
+
+def whole(text: str) -> int:
+    """argparse type: a whole number of at least 1."""
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; 4 works") from error
+
+
+def fraction(text: str) -> float:
+    """argparse type: a number."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; 0.1 works") from error
+
+
+def add_job_flags(parser: argparse.ArgumentParser, *, plans: bool = True) -> None:
+    """Add the flags of a job; ``plans`` adds those that choose a planner and a partition too."""
+    job = parser.add_argument_group("job")
+    job.add_argument("--model", metavar="NAME|FILE", help=f"one of {', '.join(preset_names('models'))}")
+    job.add_argument("--cluster", metavar="NAME|FILE", help=f"one of {', '.join(preset_names('clusters'))}")
+    job.add_argument("--run", metavar="NAME|FILE", help="a whole job from a file of configs/runs")
+    job.add_argument("--from-args", metavar="FILE", help="a Megatron launch script or argument list")
+    job.add_argument("--profile", metavar="FILE", help="measured costs, as `lynx profile` writes them")
+    job.add_argument("--budget", metavar="SIZE", help="memory of a device that training may take: 32GiB")
+    job.add_argument("--tp", "--tensor-model-parallel-size", type=whole, metavar="N")
+    job.add_argument("--pp", "--pipeline-model-parallel-size", type=whole, metavar="N")
+    job.add_argument("--vpp", "--num-virtual-stages-per-pipeline-rank", type=whole, metavar="N")
+    job.add_argument("--dp", type=whole, metavar="N", help="data-parallel size")
+    job.add_argument("--sequence-parallel", action="store_true", default=None)
+    job.add_argument(
+        "--use-distributed-optimizer", action="store_true", default=None, dest="distributed_optimizer"
+    )
+    job.add_argument("--seq-length", type=whole, metavar="N")
+    job.add_argument("--micro-batch-size", type=whole, metavar="N")
+    job.add_argument("--global-batch-size", type=whole, metavar="N")
+    job.add_argument(
+        "--layout", "--pipeline-model-parallel-layout", metavar="TEXT", help="'Et*6|(t*6|)*2t*6L'"
+    )
+    if plans:
+        job.add_argument("--planner", choices=planner_names(), help="default: opt")
+        job.add_argument("--partition", choices=PARTITIONS, help="default: keep")
+    _add_model_flags(parser.add_argument_group("model", "single fields, by Megatron's names"))
+
+
+def _add_model_flags(group: argparse._ArgumentGroup) -> None:
+    for name in (
+        *("num-layers", "hidden-size", "num-attention-heads", "num-query-groups", "kv-channels"),
+        *("ffn-hidden-size", "vocab-size", "max-position-embeddings"),
+    ):
+        group.add_argument(f"--{name}", type=whole, metavar="N")
+    for name in ("attention-dropout", "hidden-dropout"):
+        group.add_argument(f"--{name}", type=fraction, metavar="P")
+    group.add_argument("--position-embedding-type", choices=("learned_absolute", "rope"))
+    group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"))
+    group.add_argument("--attention", choices=("flash", "unfused"), help="which attention kernels run")
+    for name in ("swiglu", "untie-embeddings-and-output-weights", "attention-softmax-in-fp32"):
+        group.add_argument(f"--{name}", action="store_true", default=None)
+    group.add_argument("--disable-bias-linear", action="store_false", default=None, dest="add_bias_linear")
+    for name in ("no-bias-gelu-fusion", "no-bias-swiglu-fusion"):
+        group.add_argument(f"--{name}", action="store_false", default=None, dest="fused_activation")
+    group.add_argument("--fp32", action="store_const", const=4, dest="dtype_bytes", help="default: bf16")
+
+
+class Choices:
+    """A job and how to plan it, as the flags say.
+
+    ``job`` is checked; ``planner`` and ``partition`` are names; ``notes`` are lines for people:
+    flags that were ignored, values that were assumed.
+    """
+
+    def __init__(self, job: Job, planner: str, partition: str, notes: tuple[str, ...]) -> None:
+        self.job = job
+        self.planner = planner
+        self.partition = partition
+        self.notes = notes
+
+
+def choices_from(args: argparse.Namespace, *, check_split: bool = True) -> Choices:
+    """Put the job together from all sources.
+
+    Raises:
+        ConfigError: names the flag, its value and a value that works.
+    """
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    script = read_args(given["from_args"]) if "from_args" in given else MegatronArgs()
+    run = _read_run(given["run"]) if "run" in given else {}
+    values: dict[str, Any] = {**DEFAULTS, **run, **script.values, **given}
+    if values["planner"] not in planner_names():
+        raise ConfigError(f"--planner {values['planner']!r} is unknown; {', '.join(planner_names())} works")
+    if values["partition"] not in PARTITIONS:
+        raise ConfigError(f"--partition {values['partition']!r} is unknown; {', '.join(PARTITIONS)} works")
+    model = _model(values, standalone=bool(script.values) and "model" not in {**run, **given})
+    explicit = "dp" in {**run, **given}
+    _derive_parallel(values, model, script, explicit_dp=explicit)
+    job = _job(values, model, check_split=check_split and values["partition"] == "keep")
+    notes = [*script.notes]
+    if script.ignored:
+        notes.append("flags that change no plan: " + " ".join(script.ignored))
+    return Choices(job, values["planner"], values["partition"], tuple(notes))
+
+
+def _read_run(name: str) -> dict[str, Any]:
+    data, where = read_toml("runs", name)
+    values = {key.replace("-", "_"): value for key, value in data.items()}
+    known = _RUN_KEYS | {field.name for field in fields(Model)}
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{where}: {key!r} is not a flag of a job; micro-batch-size is one")
+    return values
+
+
+def _model(values: Mapping[str, Any], *, standalone: bool) -> Model:
+    """The model of ``--model`` with single fields replaced; a script's model stands alone."""
+    single = {field.name: values[field.name] for field in fields(Model) if field.name in values}
+    if "model" in values and not standalone:
+        data, where = read_toml("models", values["model"])
+        stem = Path(values["model"]).stem if values["model"].endswith(".toml") else values["model"]
+        single = {"name": stem, **data, **single}
+    elif "num_layers" not in values:
+        raise ConfigError("--model is missing; --model gpt-7b works, or a shape by --num-layers and so on")
+    else:
+        where = "model"
+    learned = single.get("position_embedding_type", "learned_absolute") == "learned_absolute"
+    if "max_position_embeddings" not in single and "seq_length" in values:
+        single["max_position_embeddings"] = values["seq_length"]
+    positions = single.get("max_position_embeddings")
+    if learned and positions and values.get("seq_length", 0) > positions:
+        raise ConfigError(
+            f"--seq-length {values['seq_length']} is above --max-position-embeddings {positions}; "
+            f"--max-position-embeddings {values['seq_length']} works"
+        )
+    return make_model(single, where)
+
+
+def _derive_parallel(
+    values: dict[str, Any], model: Model, script: MegatronArgs, *, explicit_dp: bool
+) -> None:
+    """Sizes that Megatron derives: VPP from layers per virtual stage, DP from the world size."""
+    per_stage = values.pop("layers_per_virtual_stage", None)
+    if per_stage:
+        stage_layers = model.num_layers // values["pp"]
+        if per_stage < 1 or stage_layers % per_stage:
+            raise ConfigError(
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} does not divide the "
+                f"{stage_layers} layers of a stage; 1 works"
+            )
+        values["vpp"] = stage_layers // per_stage
+    first, last = values.pop("first_stage_layers", None), values.pop("last_stage_layers", None)
+    if (first or last) and "layout" not in values:
+        values["layout"] = _edge_layout(model.num_layers, values["pp"], first, last)
+    if script.world_size and not explicit_dp:
+        ranks = values["tp"] * values["pp"]
+        if script.world_size % ranks == 0:
+            values["dp"] = script.world_size // ranks
+
+
+def _edge_layout(layers: int, pp: int, first: int | None, last: int | None) -> str:
+    """The layout that ``--decoder-first/last-pipeline-num-layers`` mean."""
+    inner = pp - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    if inner < 0 or rest < 0 or (inner == 0 and rest) or (inner and rest % inner):
+        flag = "first" if first is not None else "last"
+        raise ConfigError(
+            f"--decoder-{flag}-pipeline-num-layers {first if first is not None else last} leaves {rest} "
+            f"layers for {inner} stages; leave it out for an even split"
+        )
+    counts = [rest // inner if inner else 0] * inner
+    counts = ([first] if first is not None else []) + counts + ([last] if last is not None else [])
+    return "E" + "|".join(f"t*{count}" if count else "" for count in counts) + "L"
+
+
+def _job(values: Mapping[str, Any], model: Model, *, check_split: bool) -> Job:
+    parallel = Parallel(
+        tp=values["tp"],
+        pp=values["pp"],
+        vpp=values["vpp"],
+        dp=values["dp"],
+        sequence_parallel=values["sequence_parallel"],
+        microbatch_group_size=values.get("microbatch_group_size"),
+    )
+    micro = values["micro_batch_size"]
+    batch = Batch(
+        seq_length=values.get("seq_length", model.max_position_embeddings or 2048),
+        micro_batch_size=micro,
+        global_batch_size=values.get("global_batch_size", 4 * parallel.pp * parallel.dp * micro),
+    )
+    budget = values.get("budget")
+    return make_job(
+        model,
+        parallel,
+        batch,
+        cluster=load_cluster(values["cluster"]),
+        costs=_profile(values["profile"]) if "profile" in values else None,
+        memory_bytes=parse_bytes(budget, "--budget") if budget is not None else None,
+        distributed_optimizer=values["distributed_optimizer"],
+        layout=values.get("layout"),
+        check_split=check_split,
+    )
+
+
+def _profile(path: str) -> CostTable:
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--profile {path!r} cannot be read ({error}); `lynx profile` writes one"
+        ) from error
+    return CostTable.from_json(text, f"--profile {path}")
+
+
+Run = Callable[[argparse.Namespace], int]
+"""What a command module calls ``run``."""

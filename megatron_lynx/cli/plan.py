@@ -1,0 +1,57 @@
+"""``lynx plan``: plan one job and write the plan."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_lynx.cli.job import add_job_flags, choices_from
+from megatron_lynx.cli.report import console, job_line, print_notes, progress, stage_table, summary
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.rows import compare_json
+from megatron_lynx.workflow import Planned, plan_job
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this command's flags."""
+    add_job_flags(parser)
+    parser.add_argument("--output", "-o", metavar="FILE", help="write the plan: text, or JSON for .json")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, print, write."""
+    choices = choices_from(args)
+    job = choices.job
+    print_notes(choices.notes)
+    with progress(f"planning with {choices.planner}"):
+        planned = plan_job(job, choices.planner, choices.partition)
+    row = planned.row()
+    if args.output:
+        write_plan(planned, args.output)
+    if args.json:
+        sys.stdout.write(compare_json(job, [row]))
+        return 0
+    out = console()
+    out.print(job_line(job), markup=False)
+    out.print(stage_table(job, row))
+    out.print(summary(row), markup=False)
+    if args.output:
+        out.print(f"plan written to {args.output}", markup=False)
+    return 0
+
+
+def write_plan(planned: Planned, path: str) -> None:
+    """Write the plan in the form that the file's name asks for.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    text = planned.plan.to_json() if path.endswith(".json") else str(planned.plan)
+    try:
+        Path(path).write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--output {path!r} cannot be written ({error}); --output plan.txt works"
+        ) from error

@@ -1,0 +1,154 @@
+"""Job: everything that planning needs to know about a training run, checked as a whole.
+
+A job is a model, its parallel sizes and batch, the costs of its operations, and the memory that
+training may take on a device. Costs are estimated from a cluster or measured (``CostTable``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lynx.cost import CostTable
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.estimate import estimate_costs
+from megatron_lynx.footprint import Footprint, footprint, step_ns, workspace_bytes
+from megatron_lynx.gpt import layer_graph
+from megatron_lynx.graph import LayerGraph
+from megatron_lynx.hardware import Cluster
+from megatron_lynx.schedule import actions, in_flight
+from megatron_lynx.spec import Batch, Model, Parallel, check_job
+from megatron_lynx.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A training run. Make it with ``make_job``, which checks what holds for the whole.
+
+    ``memory_bytes`` is what training may take on one device, static memory included. ``layout`` is
+    Megatron's ``--pipeline-model-parallel-layout`` where the user gave one. Without a ``cluster``
+    (costs measured in place) the optimizer's step counts as free.
+    """
+
+    model: Model
+    parallel: Parallel
+    batch: Batch
+    graph: LayerGraph
+    costs: CostTable
+    memory_bytes: int
+    distributed_optimizer: bool = False
+    layout: str | None = None
+    cluster: Cluster | None = None
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that each pipeline runs in a step."""
+        return self.batch.num_microbatches(self.parallel.dp)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch.global_batch_size * self.batch.seq_length
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What one layer's backward needs besides saved storages."""
+        return workspace_bytes(self.model, self.parallel, self.batch)
+
+    def footprint(self, stage: int, layers: int) -> Footprint:
+        """Static memory of rank ``stage`` with ``layers`` layers."""
+        return footprint(
+            self.model,
+            self.parallel,
+            self.batch,
+            stage=stage,
+            layers=layers,
+            in_flight=in_flight(self.parallel, self.microbatches, stage)[0],
+            distributed_optimizer=self.distributed_optimizer,
+        )
+
+    def step_ns(self, parameters: int) -> int:
+        """Time of the optimizer's step on a rank with so many parameters."""
+        if self.cluster is None:
+            return 0
+        return step_ns(
+            parameters,
+            self.parallel,
+            self.cluster,
+            distributed_optimizer=self.distributed_optimizer,
+            dtype_bytes=self.model.dtype_bytes,
+        )
+
+
+def make_job(
+    model: Model,
+    parallel: Parallel,
+    batch: Batch,
+    *,
+    cluster: Cluster | None = None,
+    costs: CostTable | None = None,
+    memory_bytes: int | None = None,
+    distributed_optimizer: bool = False,
+    layout: str | None = None,
+    check_split: bool = True,
+) -> Job:
+    """Put a job together.
+
+    ``costs`` replace the estimate; ``memory_bytes`` replaces what the cluster's devices offer.
+    ``check_split`` refuses layers that do not divide evenly over the stages, as Megatron does
+    without a layout.
+
+    Raises:
+        ConfigError: names the flag, its value and a value that works.
+    """
+    check_job(model, parallel, batch)
+    if check_split and layout is None:
+        _check_even(model, parallel)
+    graph = layer_graph(model, parallel, batch)
+    if costs is None:
+        if cluster is None:
+            raise ConfigError("--cluster is missing; --cluster a100-40g-nvlink works, or --profile FILE")
+        costs = estimate_costs(model, parallel, batch, cluster)
+    elif costs.graph and costs.graph != graph.fingerprint():
+        raise ConfigError(
+            f"--profile: the costs ({costs.source}) were measured for another layer shape "
+            f"({costs.graph}, not {graph.fingerprint()}); `lynx profile` with this job's flags works"
+        )
+    if memory_bytes is None:
+        if cluster is None:
+            raise ConfigError("--budget is missing; --budget 32GiB works")
+        memory_bytes = cluster.budget_bytes
+    elif cluster is not None and memory_bytes > cluster.device.memory_bytes:
+        raise ConfigError(
+            f"--budget {format_bytes(memory_bytes)} is more than a device of --cluster {cluster.name} "
+            f"has; --budget {cluster.budget_bytes / 1024**3:.1f}GiB works"
+        )
+    job = Job(
+        model=model,
+        parallel=parallel,
+        batch=batch,
+        graph=graph,
+        costs=costs,
+        memory_bytes=memory_bytes,
+        distributed_optimizer=distributed_optimizer,
+        layout=layout,
+        cluster=cluster,
+    )
+    actions(parallel, job.microbatches, 0)  # refuses a number of microbatches that Megatron refuses
+    return job
+
+
+def _check_even(model: Model, parallel: Parallel) -> None:
+    stages = parallel.pp * parallel.vpp
+    if model.num_layers % stages == 0:
+        return
+    if model.num_layers % parallel.pp:
+        works = max(p for p in range(1, parallel.pp) if model.num_layers % p == 0)
+        flag, value, other = "--pp", parallel.pp, f"--pp {works}"
+    else:
+        per_rank = model.num_layers // parallel.pp
+        works = max(v for v in range(1, parallel.vpp) if per_rank % v == 0)
+        flag, value, other = "--vpp", parallel.vpp, f"--vpp {works}"
+    raise ConfigError(
+        f"{flag} {value} does not divide --num-layers {model.num_layers} into {stages} equal stages; "
+        f"{other} works, or --partition search, or a --layout"
+    )

@@ -1,0 +1,313 @@
+"""From a job to a plan: the pure composer, and the public API of the planning half.
+
+``plan_job`` plans one method, ``compare`` all of them, ``plan_with_costs`` is for a trainer that
+has measured its costs. The steps: split the layers over the stages; find the windows (collectives
+from the costs, stalls from a simulation without recomputation); plan each stage within what its
+static memory leaves; simulate the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_lynx import planner as planners
+from megatron_lynx.bench import Bench, Split, even_split, sim_job
+from megatron_lynx.cost import CostTable
+from megatron_lynx.errors import ConfigError, InfeasibleError, PlanError
+from megatron_lynx.graph import LayerGraph
+from megatron_lynx.job import Job, make_job
+from megatron_lynx.partition.layout import Layout, parse_layout
+from megatron_lynx.plan import Plan, fingerprint
+from megatron_lynx.planner import PlannedStage, SolveOptions
+from megatron_lynx.planner.baselines import megatron_graph
+from megatron_lynx.rows import Row, StageRow
+from megatron_lynx.schedule import in_flight
+from megatron_lynx.simulator.engine import SimJob, simulate
+from megatron_lynx.simulator.timeline import Timeline
+from megatron_lynx.spec import Batch, Model, Parallel
+
+__all__ = [
+    "MEGATRON_METHODS",
+    "METHODS",
+    "PARTITIONS",
+    "Job",
+    "Planned",
+    "compare",
+    "make_job",
+    "plan_job",
+    "plan_with_costs",
+    "planner_names",
+]
+
+PARTITIONS = ("keep", "greedy", "search")
+MEGATRON_METHODS = ("none", "full-uniform", "full-block", "selective")
+"""What Megatron can do without lynx."""
+
+METHODS = (*MEGATRON_METHODS, "tail-free", "checkmate", "adapipe", "heu", "opt")
+"""All methods, in the order of a comparison."""
+
+_ONE_NUMBER = ("full-uniform", "full-block")
+"""Methods with a number that Megatron has once for all stages."""
+
+
+def planner_names() -> tuple[str, ...]:
+    """Names that ``--planner`` takes."""
+    return tuple(planners.PLANNERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A planned job: the plan, what each stage's planner reported, and the simulated step.
+
+    ``simulated_ns`` is from the first forward to the last backward; ``iteration_ns`` adds the
+    optimizer's step.
+    """
+
+    job: Job
+    plan: Plan
+    stages: tuple[PlannedStage, ...]
+    simulated_ns: int
+    iteration_ns: int
+
+    def timeline(self) -> Timeline:
+        """Simulate the step in full."""
+        return simulate(sim_job(self.job, self.stages))
+
+    def row(self, method: str | None = None) -> Row:
+        """The numbers of this plan."""
+        return Row(
+            method=method or self.plan.planner,
+            planner=self.plan.planner,
+            fits=True,
+            iteration_ns=self.iteration_ns,
+            tokens_per_second=self.job.tokens * 1e9 / self.iteration_ns,
+            layout=self.plan.layout,
+            stages=tuple(_stage_row(self.job, stage) for stage in self.stages),
+        )
+
+
+def _stage_row(job: Job, planned: PlannedStage) -> StageRow:
+    plan, report = planned.plan, planned.report
+    layers = tuple(layer for chunk in plan.chunks for layer in chunk)
+    footprint = job.footprint(plan.stage, len(layers))
+    costs, first, last = job.costs, plan.stage == 0, plan.stage == job.parallel.pp - 1
+    weights = tuple(map(len, plan.chunks)) if layers else None
+    return StageRow(
+        stage=plan.stage,
+        layers=layers,
+        in_flight=sum(in_flight(job.parallel, job.microbatches, plan.stage, weights)),
+        static_bytes=footprint.static_bytes,
+        kept_bytes=report.kept_bytes,
+        rebuilt_bytes=report.rebuilt_bytes,
+        peak_bytes=footprint.static_bytes + report.peak_bytes,
+        forward_ns=len(layers) * costs.layer.layer_forward_ns
+        + (costs.embedding_forward_ns if first else 0)
+        + (costs.head_forward_ns if last else 0),
+        backward_ns=len(layers) * costs.layer.layer_backward_ns
+        + (costs.embedding_backward_ns if first else 0)
+        + (costs.head_backward_ns if last else 0),
+        recompute_hidden_ns=report.hidden_ns,
+        recompute_exposed_ns=report.exposed_ns,
+        parameters=footprint.parameters,
+    )
+
+
+def _one_number(job: Job, method: str, split: Split, options: SolveOptions) -> Bench:
+    """Megatron's full recomputation has one number for all stages: the smallest that fits them all.
+
+    Each stage alone would do with its own; the largest of those is where the search begins.
+    """
+    alone = Bench(job, method, options).whole(split)
+    number = max(int(stage.report.planner.rpartition("-")[2]) for stage in alone)
+    while True:
+        bench = Bench(job, f"{method}-{number}", options)
+        try:
+            bench.whole(split)
+        except InfeasibleError:
+            if number >= max(split):
+                raise
+            number += 1
+            continue
+        return bench
+
+
+def _assemble(job: Job, bench: Bench, split: Split) -> Planned:
+    """Plan every stage of a split and put the parts together."""
+    stages = bench.whole(split)
+    simulated = bench.score(stages)
+    layout = job.layout
+    if layout is None and len(set(split)) > 1:
+        layout = str(Layout.from_counts(split, job.parallel.pp))
+    most = max(job.footprint(s.plan.stage, len(s.plan.layers)).parameters for s in stages)
+    whole = Plan(
+        planner=bench.planner,
+        fingerprint=fingerprint(job.model, job.parallel, job.batch, job.graph, job.memory_bytes),
+        layout=layout,
+        stages=tuple(stage.plan for stage in stages),
+    )
+    return Planned(
+        job=job,
+        plan=whole,
+        stages=stages,
+        simulated_ns=simulated,
+        iteration_ns=simulated + job.step_ns(most),
+    )
+
+
+def given_split(job: Job) -> Split:
+    """The split of the job's layout, or the even one.
+
+    Raises:
+        ConfigError: the layout is malformed, or has another number of layers or stages.
+    """
+    if job.layout is None:
+        return even_split(job)
+    layout = parse_layout(job.layout, job.parallel.pp)
+    layout.check_num_layers(job.model.num_layers)
+    if layout.vpp != job.parallel.vpp:
+        raise ConfigError(
+            f"--layout {job.layout} has {layout.vpp} stages per rank, but --vpp is {job.parallel.vpp}; "
+            f"--vpp {layout.vpp} works"
+        )
+    return layout.counts
+
+
+def plan_job(
+    job: Job,
+    planner: str = "opt",
+    partition: str = "keep",
+    options: SolveOptions | None = None,
+) -> Planned:
+    """Plan a job with one planner.
+
+    ``partition`` is ``keep`` (the job's layout, or an even split), ``greedy`` (the paper's) or
+    ``search``.
+
+    Raises:
+        ConfigError: no planner or partition of that name, or a layout that is not this job's.
+        InfeasibleError: no plan fits; names the stage and the smallest ``--budget`` that would.
+    """
+    options = options or SolveOptions()
+    if partition not in PARTITIONS:
+        raise ConfigError(f"--partition {partition!r} is unknown; {', '.join(PARTITIONS)} works")
+    split = given_split(job)
+    if planner in _ONE_NUMBER:
+        return _assemble(job, _one_number(job, planner, split, options), split)
+    return _assemble(job, Bench(job, planner, options), split)
+
+
+def check_plan(job: Job, plan: Plan) -> None:
+    """Check that ``plan`` was made for this job.
+
+    Raises:
+        PlanError: another job, or stages and chunks that are not this job's.
+    """
+    own = fingerprint(job.model, job.parallel, job.batch, job.graph, job.memory_bytes)
+    if plan.fingerprint != own:
+        raise PlanError(
+            f"the plan was made for another job (fingerprint {plan.fingerprint}, this job's is {own}); "
+            "the flags that it was made with work, or `lynx plan` with these"
+        )
+    pp, vpp = job.parallel.pp, job.parallel.vpp
+    if len(plan.stages) != pp or any(len(stage.chunks) != vpp for stage in plan.stages):
+        raise PlanError(f"the plan has {len(plan.stages)} stages; --pp {pp} --vpp {vpp} wants others")
+
+
+def timeline_of(job: Job, plan: Plan) -> Timeline:
+    """Simulate a step of the job under a plan that was read from a file.
+
+    Raises:
+        PlanError: the plan was made for another job.
+    """
+    check_plan(job, plan)
+    return simulate(
+        SimJob(
+            stages=plan.stages,
+            graph=graph_of(job, plan),
+            table=job.costs,
+            parallel=job.parallel,
+            microbatches=job.microbatches,
+            workspace_bytes=job.workspace_bytes,
+        )
+    )
+
+
+def graph_of(job: Job, plan: Plan) -> LayerGraph:
+    """The graph that a plan counts by: ``selective`` keeps the output of the region it drops."""
+    return megatron_graph(job.graph) if plan.planner == "selective" else job.graph
+
+
+def plan_with_costs(
+    model: Model,
+    parallel: Parallel,
+    batch: Batch,
+    *,
+    costs: CostTable,
+    memory_bytes: int,
+    planner: str = "opt",
+    partition: str = "keep",
+    layout: str | None = None,
+    distributed_optimizer: bool = False,
+    options: SolveOptions | None = None,
+) -> Plan:
+    """The plan of a training run whose costs were measured, for use at its start.
+
+    ``memory_bytes`` is what training may take on a device. Every rank that calls this with equal
+    arguments gets the same plan, as long as no time limit stops the solver: plan on one rank and
+    send the text to the others.
+
+    Raises:
+        ConfigError: the parts do not fit together.
+        InfeasibleError: no plan fits.
+    """
+    job = make_job(
+        model,
+        parallel,
+        batch,
+        costs=costs,
+        memory_bytes=memory_bytes,
+        layout=layout,
+        distributed_optimizer=distributed_optimizer,
+        check_split=partition == "keep",
+    )
+    return plan_job(job, planner, partition, options).plan
+
+
+def compare(
+    job: Job,
+    methods: Iterable[str] = METHODS,
+    *,
+    partitioned: Iterable[str] = ("heu", "opt"),
+    options: SolveOptions | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[Row, ...]:
+    """Every method on the job's own split, then those of ``partitioned`` with ``search``.
+
+    A method that does not fit gives a row that says why. ``progress`` is told what comes next.
+    """
+    rows = []
+    chosen = [(method, "keep") for method in methods] + [(method, "search") for method in partitioned]
+    for method, partition in chosen:
+        name = method if partition == "keep" else f"{method} + {partition}"
+        if progress is not None:
+            progress(name)
+        try:
+            planned = plan_job(job, method, partition, options)
+            made = planned.plan.planner if partition == "keep" else f"{planned.plan.planner} + {partition}"
+            rows.append(planned.row(made))
+        except InfeasibleError as error:
+            rows.append(Row(method=name, planner=method, fits=False, reason=str(error)))
+    return tuple(rows)
+
+
+def best_of(rows: Sequence[Row], planners: Iterable[str]) -> Row | None:
+    """The fastest row that fits, among those made by ``planners`` (numbers left out)."""
+    names = set(planners)
+    fitting = [
+        row
+        for row in rows
+        if row.iteration_ns is not None
+        and (row.planner in names or row.planner.rstrip("-0123456789") in names)
+    ]
+    return min(fitting, key=lambda row: row.iteration_ns or 0, default=None)

@@ -1,0 +1,225 @@
+"""The map of the code as tests: who imports whom, what loads torch, how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "megatron_lynx"
+
+BASE = {"errors", "units"}
+NOUNS = BASE | {
+    *("spec", "hardware", "presets", "graph", "gpt", "cost", "estimate", "footprint", "job"),
+    *("schedule", "plan", "rows"),
+}
+VERBS = {"planner", "partition", "simulator"}
+
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "units": {"errors"},
+    "spec": BASE,
+    "hardware": BASE,
+    "presets": BASE | {"spec", "hardware"},
+    "graph": BASE,
+    "gpt": BASE | {"graph", "spec"},
+    "schedule": BASE | {"spec"},
+    "plan": BASE | {"graph", "schedule", "spec"},
+    "cost": BASE | {"graph", "hardware", "plan", "gpt"},
+    "estimate": BASE | {"cost", "gpt", "graph", "hardware", "spec"},
+    "footprint": BASE | {"estimate", "hardware", "spec"},
+    "job": NOUNS - {"presets", "rows"},
+    "rows": BASE | {"job"},
+    "planner": NOUNS,
+    "partition": NOUNS,
+    "simulator": NOUNS,
+    "profiler": NOUNS,
+    "runtime": NOUNS,
+    "bench": NOUNS | VERBS,
+    "workflow": NOUNS | VERBS | {"bench"},
+    "integration": NOUNS | {"runtime", "profiler", "partition.layout", "workflow", "pretrain_gpt"},
+    "pretrain_gpt": NOUNS | {"integration", "workflow"},
+    "cli": NOUNS | VERBS | {"bench", "workflow", "profiler", "integration", "pretrain_gpt"},
+    "__main__": {"cli"},
+    "__init__": NOUNS | VERBS | {"workflow"},
+}
+"""Module or package -> what it may import of megatron_lynx; its own package is always allowed."""
+
+HEAVY = {
+    "torch": {"profiler", "runtime", "integration", "pretrain_gpt"},
+    "megatron": {"integration", "pretrain_gpt"},
+    "rich": {"cli"},
+    "numpy": {"planner", "partition", "simulator", "runtime", "integration", "profiler"},
+    "highspy": {"planner"},
+}
+"""Third-party package -> who may import it. Nothing else but the standard library is used."""
+
+PURE = NOUNS | VERBS | {"bench", "workflow", "cli"}
+"""What must work without torch."""
+
+TYPE_CYCLES = {"runtime/storage.py"}
+"""Files with an import for type checkers alone; rows may be removed, not added."""
+
+LONG_FILES: dict[str, int] = {}
+LONG_FUNCTIONS: dict[str, int] = {}
+"""Exceptions from the caps; rows may be removed, not added."""
+
+FILE_CAP, FUNCTION_CAP, NOUNS_CAP = 400, 60, 2800
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def place(path: Path) -> str:
+    """The root module or package that a file belongs to."""
+    inside = path.relative_to(PACKAGE)
+    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+
+
+def imports(path: Path, *, nested: bool) -> Iterator[str]:
+    """Dotted names that a file imports; at module level only, unless ``nested``."""
+    tree = ast.parse(path.read_text("utf-8"))
+    nodes = ast.walk(tree) if nested else iter(tree.body)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+            if node.module == "megatron_lynx":
+                yield from (f"megatron_lynx.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_follow_the_table(path: Path) -> None:
+    here = place(path)
+    allowed = ALLOWED[here] | {here}
+    for name in imports(path, nested=True):
+        top, *rest = name.split(".")
+        if top == "megatron_lynx":
+            if not rest or rest[0] == "__version__":
+                continue
+            dotted = ".".join(rest[:2])
+            assert rest[0] in allowed or dotted in allowed, f"{here} may not import {name}"
+        elif top not in sys.stdlib_module_names:
+            assert top in HEAVY, f"{name} is not a known dependency"
+            assert here in HEAVY[top], f"{here} may not import {top}"
+
+
+def test_only_one_file_imports_the_solver() -> None:
+    users = {str(p.relative_to(PACKAGE)) for p in SOURCES if "highspy" in set(imports(p, nested=True))}
+    assert users <= {"planner/milp.py"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in SOURCES if place(p) not in {"cli", "integration", "pretrain_gpt"}],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_no_import_hides_in_a_function(path: Path) -> None:
+    if str(path.relative_to(PACKAGE)) in TYPE_CYCLES:
+        assert "TYPE_CHECKING" in path.read_text("utf-8")
+        return
+    assert sorted(imports(path, nested=True)) == sorted(imports(path, nested=False))
+
+
+def test_verbs_and_table_are_complete() -> None:
+    places = {place(path) for path in SOURCES}
+    assert places <= set(ALLOWED)
+
+
+def pure_modules() -> list[str]:
+    """Every module that must load without torch."""
+    found = ["megatron_lynx"]
+    for path in SOURCES:
+        if place(path) in PURE:
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found.append(".".join(parts).removesuffix(".__init__"))
+    return found
+
+
+def test_pure_half_loads_no_torch_and_changes_nothing() -> None:
+    """One process imports all of the pure half; nothing heavy may come along, nothing be printed."""
+    code = (
+        "import importlib, logging, os, sys, warnings\n"
+        "def state():\n"
+        "    root = logging.root\n"
+        "    return dict(os.environ), root.level, root.handlers[:], warnings.filters[:]\n"
+        "before = state()\n"
+        f"for name in {pure_modules()!r}: importlib.import_module(name)\n"
+        "assert before == state()\n"
+        "heavy = {'torch', 'megatron', 'transformer_engine', 'apex'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+
+
+def test_import_of_the_package_alone_is_light() -> None:
+    code = (
+        "import sys, megatron_lynx\n"
+        "assert not {'torch', 'megatron', 'highspy', 'rich'} & set(sys.modules)\n"
+        "assert list(megatron_lynx.__all__) == sorted(megatron_lynx.__all__)\n"
+        "assert all(hasattr(megatron_lynx, name) for name in megatron_lynx.__all__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """(name, lines) of each function of a file."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_are_short(path: Path) -> None:
+    name = str(path.relative_to(PACKAGE))
+    assert len(path.read_text("utf-8").splitlines()) <= LONG_FILES.get(name, FILE_CAP)
+    for function, lines in functions(path):
+        assert lines <= LONG_FUNCTIONS.get(f"{name}:{function}", FUNCTION_CAP), function
+
+
+def test_exceptions_are_still_needed() -> None:
+    for name, cap in LONG_FILES.items():
+        assert FILE_CAP < len((PACKAGE / name).read_text("utf-8").splitlines()) <= cap
+    for row, cap in LONG_FUNCTIONS.items():
+        name, _, function = row.partition(":")
+        assert FUNCTION_CAP < dict(functions(PACKAGE / name))[function] <= cap
+
+
+def test_nouns_can_be_read_in_an_afternoon() -> None:
+    lines = sum(len((PACKAGE / f"{name}.py").read_text("utf-8").splitlines()) for name in NOUNS)
+    assert lines <= NOUNS_CAP
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_command_line_prints(path: Path) -> None:
+    """Outside of ``cli`` only a script's own ``main`` may print."""
+    if place(path) in {"cli", "pretrain_gpt"}:
+        return
+    tree = ast.parse(path.read_text("utf-8"))
+    entry = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"]
+    allowed = {id(node) for function in entry for node in ast.walk(function)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node) not in allowed]
+    assert not [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.name)
+def test_every_test_asserts_something(path: Path) -> None:
+    """A test holds an assert, a ``raises``, or calls a helper named ``check_...``."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+            continue
+        inside = list(ast.walk(node))
+        asserts = any(isinstance(n, ast.Assert) for n in inside)
+        called = [n.func for n in inside if isinstance(n, ast.Call)]
+        names = [f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in called]
+        helped = any(name in ("raises", "warns") or name.startswith("check_") for name in names)
+        assert asserts or helped, f"{node.name} asserts nothing"
