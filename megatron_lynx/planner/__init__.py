@@ -21,7 +21,7 @@ from megatron_lynx.planner.baselines import (
 from megatron_lynx.planner.checkmate import checkmate
 from megatron_lynx.planner.greedy import windows
 from megatron_lynx.planner.heu import heu
-from megatron_lynx.planner.opt import opt
+from megatron_lynx.planner.opt import mixed, opt
 from megatron_lynx.planner.price import Pricer
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import Answer, PlannedStage, Planner, SolveOptions, SolveReport
@@ -47,6 +47,7 @@ PLANNERS: dict[str, Planner] = {
     "checkmate": checkmate,
     "windows": windows,
     "heu": heu,
+    "mixed": mixed,
     "opt": opt,
 }
 """Every planner by name. ``full-uniform-G`` and ``full-block-K`` are understood as well; without a

@@ -22,8 +22,8 @@ from megatron_lynx.planner.price import candidates
 from megatron_lynx.planner.problem import StageProblem
 
 Term = tuple[int, float]
-LARGEST_INTEGER = 4_000_000
-"""Coefficients up to this are left exact; beyond, sizes are rounded and the answer is re-priced."""
+LARGEST_INTEGER = 1 << 27
+"""Sums of units up to this are exact in the solver's arithmetic with room to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +31,32 @@ class Scale:
     """Bytes per unit of the memory rows.
 
     All sizes are multiples of their greatest common divisor, so a row in that unit is whole and
-    half a unit of slack lets nothing in that does not fit. If that makes numbers too large for the
-    solver's tolerance, the unit is coarser and ``exact`` False: sizes are then rounded up.
+    half a unit of slack lets nothing in that does not fit. If that makes sums too large for the
+    solver's tolerance, the unit is coarser, ``exact`` False, and sizes are rounded: up, so that
+    what the solver finds fits, or ``down`` for a bound.
     """
 
     unit: int
     exact: bool
+    down: bool = False
 
     @classmethod
-    def of(cls, problem: StageProblem) -> Scale:
+    def of(cls, problem: StageProblem, *, down: bool = False) -> Scale:
         """The unit for ``problem``'s storages."""
-        unit = math.gcd(*(s.size_bytes for s in problem.graph.storages)) or 1
-        total = sum(s.size_bytes for s in problem.graph.storages)
-        total *= len(problem.layers) * max((1, *problem.in_flight))
-        if total // unit <= LARGEST_INTEGER * 1000:
-            return cls(unit, True)
-        return cls(-(-total // (LARGEST_INTEGER * 1000)), False)
+        sizes = [s.size_bytes for s in problem.graph.storages]
+        unit = math.gcd(*sizes) or 1
+        total = sum(sizes) * max(1, len(problem.layers)) * max((1, *problem.in_flight))
+        if total // unit <= LARGEST_INTEGER:
+            return cls(unit, True, down)
+        return cls(-(-total // LARGEST_INTEGER), False, down)
 
     def size(self, size_bytes: int) -> float:
-        """A storage's size in units, rounded up if the unit is coarse."""
-        return float(-(-size_bytes // self.unit))
+        """A storage's size in units."""
+        return float(size_bytes // self.unit if self.down else -(-size_bytes // self.unit))
 
     def room(self, budget_bytes: int) -> float:
-        """What a row may add up to, with its half unit of slack."""
-        return math.floor(budget_bytes / self.unit) + (0.5 if self.exact else 0.0)
+        """What a row may add up to, with half a unit of slack where that lets nothing in."""
+        return math.floor(budget_bytes / self.unit) + (0.5 if self.exact or self.down else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,14 @@ class Block:
     """The variables and rows of one layer (or of a policy for several)."""
 
     def __init__(
-        self, model: Model, problem: StageProblem, slots: Sequence[Slot], levels: int, *, soft: bool
+        self,
+        model: Model,
+        problem: StageProblem,
+        slots: Sequence[Slot],
+        levels: int,
+        *,
+        soft: bool,
+        loose: bool = False,
     ) -> None:
         self.model, self.problem, self.slots, self.levels = model, problem, tuple(slots), levels
         self.names = candidates(problem.graph)
@@ -94,7 +103,8 @@ class Block:
         self.starts = [sum(s.level < level for s in self.slots) for level in range(levels + 1)]
         self._chains()
         self._precedence()
-        self._early()
+        if not loose:
+            self._early()
 
     def _work(self, name: str, slot: Slot) -> int:
         return self.problem.costs.rebuild_ns(name, hidden=not slot.idle)

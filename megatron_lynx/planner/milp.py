@@ -86,8 +86,10 @@ class Model:
         deadline: float | None = None,
         absolute_gap: float = 2 * HALF_NS_IN_US - 1e-4,
         hint: Mapping[int, float] | None = None,
+        target: float | None = None,
     ) -> Solution:
-        """Minimise. ``deadline`` is a ``time.monotonic`` instant; ``hint`` a known solution."""
+        """Minimise. ``deadline`` is a ``time.monotonic`` instant, ``hint`` values of the integer
+        variables in a known solution, ``target`` an objective that is good enough to stop at."""
         highs = highspy.Highs()
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("threads", options.threads)
@@ -96,10 +98,12 @@ class Model:
         highs.setOptionValue("mip_abs_gap", absolute_gap)
         left = math.inf if deadline is None else max(0.05, deadline - time.monotonic())
         highs.setOptionValue("time_limit", left)
+        if target is not None:
+            highs.setOptionValue("objective_target", target)
         highs.passModel(self._lp())
         if hint is not None:
-            start = np.array([hint.get(i, 0.0) for i in range(len(self.costs))])
-            highs.setSolution(len(start), np.arange(len(start), dtype=np.int32), start)
+            places = np.array(list(hint), dtype=np.int32)
+            highs.setSolution(len(places), places, np.array(list(hint.values())))
         highs.run()
         return _read(highs)
 

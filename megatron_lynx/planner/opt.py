@@ -1,195 +1,106 @@
 """OPT: the best plan with a choice for every layer and region, proven or with its gap.
 
-A mixed-integer program over all windows of the stage. Each layer is a ``Block`` (its glossary has the
-variables); this file ties the blocks together: what a window holds, and what is alive at a point.
+Three programs, each small enough to be quick, and rarely the last one is needed:
+
+1. ``PooledModel`` gives a lower bound;
+2. ``StageModel`` with ``reach=1`` gives a plan (``mixed``: a layer uses its own forward windows and
+   the backward windows next to it), which usually meets the bound and so is optimal;
+3. ``StageModel`` over all windows closes what is left, from that plan and up to that bound.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
-from typing import cast
+from dataclasses import dataclass
 
 from megatron_lynx.errors import InfeasibleError
-from megatron_lynx.plan import Choice, StagePlan, Window
+from megatron_lynx.plan import StagePlan
 from megatron_lynx.planner.baselines import infeasible
-from megatron_lynx.planner.block import Block, Scale, Slot, Term, tidy
+from megatron_lynx.planner.bound import PooledModel
 from megatron_lynx.planner.greedy import windows
 from megatron_lynx.planner.heu import heu
-from megatron_lynx.planner.milp import HALF_NS_IN_US, Model, Solution
-from megatron_lynx.planner.price import Pricer, candidates, stage_plan
+from megatron_lynx.planner.price import Pricer, stage_plan
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import Answer, SolveOptions
+from megatron_lynx.planner.stage_model import StageModel
+
+BOUND_SHARE = 0.3
+NEAR_SHARE = 0.5
 
 
-class StageModel:
-    """The program of one stage. With ``budget`` it minimises time, without it the peak.
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The best plan, its value (ns, or bytes of peak) and a proven lower bound of that."""
 
-    ``reach`` limits a layer to its own forward windows and to the backward windows of the next
-    ``reach`` layers (and its own): smaller, and rarely worse.
-    """
-
-    def __init__(
-        self,
-        problem: StageProblem,
-        options: SolveOptions,
-        *,
-        budget: bool = True,
-        reach: int | None = None,
-    ) -> None:
-        self.problem, self.options, self.reach = problem, options, reach
-        self.model, self.scale = Model(), Scale.of(problem)
-        self.windows = problem.windows()
-        self.forwards = [w for w in self.windows if w.kind == "fwd"]
-        self.split = self._forward_levels()
-        self.idle = [w for w in self.windows if w.kind in ("stall", "head")]
-        self.before = (len(self.forwards) if self.split else 1) + len(self.idle)
-        self.blocks = {layer: self._block(layer) for layer in problem.layers}
-        self.peak = None if budget else self.model.variable(1.0, upper=1e18, integer=False)
-        if budget:
-            for block in self.blocks.values():
-                for name in block.names:
-                    for variable, factor in block.on_demand(name):
-                        self.model.costs[variable] += factor * problem.demand_ns(name) / 1000
-        self._capacities(budget)
-        self._memory()
-
-    def _forward_levels(self) -> bool:
-        """Whether memory must be counted at each forward window: only if a region that no backward
-        saves can be rebuilt in one, and let go of before the forward pass ends."""
-        graph = self.problem.graph
-        longest = max((self.problem.capacity_ns(w) for w in self.forwards), default=0)
-        return any(
-            not any(s.saved_by for s in graph.produced_by(name))
-            and not graph.region(name).communicates
-            and (self.options.soft or self.problem.costs.rebuild_ns(name, hidden=True) <= longest)
-            for name in candidates(graph)
-        )
-
-    def _block(self, layer: int) -> Block:
-        """The layer's slots: every window that comes before its backward, in order."""
-        chunk = self.problem.chunks[self.problem.chunk_of(layer)]
-        slots: list[Slot] = []
-        for i, window in enumerate(self.forwards):
-            near = self.reach is None or window.layer == layer
-            if window.layer in chunk and near:
-                slots.append(self._slot(window, i if self.split else 0))
-        start = self.before - len(self.idle)
-        for i, window in enumerate(self.idle):
-            if window.kind == "stall" or self.problem.chunks[-1] is chunk:
-                slots.append(self._slot(window, start + i))
-        behind = chunk[-1] - layer
-        for i, other in enumerate(range(chunk[-1], layer - 1, -1)):
-            if self.reach is not None and other > layer + self.reach:
-                continue
-            for slot in self.problem.backward_slots:
-                own = slot.partition(".")[0] if other == layer else ""
-                slots.append(self._slot(Window("bwd", other, slot), self.before + i, own))
-        return Block(self.model, self.problem, slots, self.before + behind + 1, soft=self.options.soft)
-
-    def _slot(self, window: Window, level: int, own: str = "") -> Slot:
-        capacity = self.problem.capacity_ns(window)
-        return Slot(window, level, capacity, idle=window.kind == "stall", own=own)
-
-    def _capacities(self, budget: bool) -> None:
-        """The work of all layers in one window is at most its capacity (or the excess is paid)."""
-        loads: dict[Window, list[Term]] = {}
-        for block in self.blocks.values():
-            for j, slot in enumerate(block.slots):
-                loads.setdefault(cast(Window, slot.key), []).extend(block.load_us(j))
-        for window, terms in loads.items():
-            if not terms:
-                continue
-            if self.options.soft:
-                terms.append((self.model.variable(float(budget), upper=1e18, integer=False), -1.0))
-            self.model.row(terms, at_most=self.problem.capacity_ns(window) / 1000 + HALF_NS_IN_US)
-
-    def _memory(self) -> None:
-        """Bytes alive at every point at most the budget."""
-        problem, scale = self.problem, self.scale
-        kept = {layer: block.kept(scale) for layer, block in self.blocks.items()}
-        flights = {
-            layer: count
-            for chunk, count in zip(problem.chunks, problem.in_flight, strict=True)
-            for layer in chunk
-        }
-        carried = {k: b.alive(self.before - 1, scale, carried=True) for k, b in self.blocks.items()}
-        for level in range(self.before) if self.split or not problem.layers else ():
-            terms = [t for k in self.blocks for t in scaled(kept[k][0], flights[k])]
-            terms += [t for block in self.blocks.values() for t in block.alive(level, scale)]
-            self._row(terms, sum(kept[k][1] * flights[k] for k in self.blocks), 0)
-        for chunk in problem.chunks:
-            for i, layer in enumerate(reversed(chunk)):
-                terms, constant = list[Term](), 0.0
-                for k, block in self.blocks.items():
-                    count = flights[k] - (k in chunk and k > layer)
-                    terms += scaled(kept[k][0], count)
-                    constant += kept[k][1] * count
-                    if k not in chunk:
-                        terms += carried[k]
-                    elif k <= layer:
-                        terms += block.alive(self.before + i, scale)
-                self._row(terms, constant, problem.workspace_bytes)
-
-    def _row(self, terms: list[Term], constant: float, extra_bytes: int) -> None:
-        if self.peak is not None:
-            constant += extra_bytes / self.scale.unit
-            self.model.row([*terms, (self.peak, -1.0)], at_most=-constant)
-        else:
-            room = self.scale.room(self.problem.budget_bytes - extra_bytes)
-            self.model.row(terms, at_most=room - constant)
-
-    def solve(self, deadline: float, start: StagePlan | None = None) -> Solution:
-        """Minimise until ``deadline`` (``time.monotonic``), from ``start`` if given."""
-        hint: dict[int, float] = {}
-        for plan in start.layers if start else ():
-            hint.update(self.blocks[plan.layer].hint(dict(plan.choices)))
-        gap = 0.4 if self.peak is not None else 2 * HALF_NS_IN_US - 1e-4
-        return self.model.solve(self.options, deadline=deadline, absolute_gap=gap, hint=hint or None)
-
-    def plan(self, solution: Solution) -> StagePlan:
-        """The stage plan of a solution."""
-        made = {
-            layer: tidy(self.problem, cast(Mapping[str, Choice], block.choices(solution.values)))
-            for layer, block in self.blocks.items()
-        }
-        return stage_plan(self.problem, made)
+    plan: StagePlan | None
+    value: float
+    bound: float
 
 
 def opt(problem: StageProblem, options: SolveOptions) -> Answer:
     """The best plan of all: optimal, or the best found with a proven bound."""
-    deadline = time.monotonic() + options.time_limit_s
+    return _answer(problem, options, "opt")
+
+
+def mixed(problem: StageProblem, options: SolveOptions) -> Answer:
+    """The best plan that ``opt`` finds with windows near a layer; its bound is opt's."""
+    return _answer(problem, options, "mixed")
+
+
+def _answer(problem: StageProblem, options: SolveOptions, planner: str) -> Answer:
     plain = stage_plan(problem, {})
-    pricer = Pricer(problem)
-    if pricer.price(plain).peak_bytes <= problem.budget_bytes:
+    if Pricer(problem).price(plain).peak_bytes <= problem.budget_bytes:
         return Answer(plan=plain, status="optimal", bound_ns=0)
-    start = _start(problem, options, pricer)
-    stage = StageModel(problem, options)
-    solution = stage.solve(deadline, start)
-    if solution.status == "infeasible":
-        raise infeasible(problem, "opt", smallest_budget(problem, options))
-    plan = stage.plan(solution) if solution.values else start
-    return Answer(plan=plan, status=solution.status, bound_ns=max(0, round(solution.bound * 1000 - 0.5)))
+    found = _search(problem, options, budget=True, near_only=planner == "mixed")
+    if found.plan is None:
+        lowest = _search(problem, options, budget=False, near_only=planner == "mixed")
+        raise infeasible(problem, planner, round(lowest.value))
+    bound = max(0, math.ceil(found.bound - 0.5))
+    status = "optimal" if found.value <= bound else "heuristic" if planner == "mixed" else "limit"
+    return Answer(plan=found.plan, status=status, bound_ns=min(bound, round(found.value)))
 
 
-def smallest_budget(problem: StageProblem, options: SolveOptions) -> int:
-    """The lowest peak that any plan can reach, in bytes (the lowest found, if time runs out)."""
-    stage = StageModel(problem, options, budget=False)
-    solution = stage.solve(time.monotonic() + options.time_limit_s)
-    return Pricer(problem).price(stage.plan(solution)).peak_bytes
+def _search(problem: StageProblem, options: SolveOptions, *, budget: bool, near_only: bool) -> _Found:
+    """Bound, near plan, then all windows; least time with ``budget``, else the lowest peak."""
+    begun, pricer = time.monotonic(), Pricer(problem)
+    best = _Found(None, math.inf, 0.0)
+    for plan in _quick(problem, options) if budget else ():
+        best = _better(best, plan, pricer, budget)
+    if best.value == 0:
+        return best
+    pooled = PooledModel(problem, options, budget=budget)
+    unit = 1000.0 if budget else float(pooled.scale.unit)
+    relaxed = pooled.solve(begun + BOUND_SHARE * options.time_limit_s)
+    if relaxed.status == "infeasible":
+        return _Found(None, math.inf, math.inf)
+    best = _Found(best.plan, best.value, max(0.0, relaxed.bound * unit))
+    for reach, share in ((1, NEAR_SHARE), (None, 1.0)):
+        if best.value <= best.bound + 0.5 or (near_only and reach is None):
+            break
+        stage = StageModel(problem, options, budget=budget, reach=reach)
+        solution = stage.solve(begun + share * options.time_limit_s, best.plan, enough=best.bound / unit)
+        if solution.values:
+            best = _better(best, stage.plan(solution), pricer, budget)
+        if reach is None and stage.scale.exact:
+            best = _Found(best.plan, best.value, max(best.bound, solution.bound * unit))
+    return best
 
 
-def _start(problem: StageProblem, options: SolveOptions, pricer: Pricer) -> StagePlan | None:
-    """The best plan of the quick planners."""
+def _quick(problem: StageProblem, options: SolveOptions) -> list[StagePlan]:
+    """The plans of the quick planners."""
     found: list[StagePlan] = []
     for planner in (heu, windows):
         try:
             found.append(planner(problem, options).plan)
         except InfeasibleError:
             continue
-    return min(found, key=lambda p: pricer.price(p).exposed_ns, default=None)
+    return found
 
 
-def scaled(terms: list[Term], count: int) -> list[Term]:
-    """The terms, ``count`` times over."""
-    return [(v, f * count) for v, f in terms] if count else []
+def _better(best: _Found, plan: StagePlan, pricer: Pricer, budget: bool) -> _Found:
+    """``plan`` if it fits and is better than ``best``, re-priced in whole units."""
+    price = pricer.price(plan)
+    value = price.exposed_ns if budget else price.peak_bytes
+    fits = not budget or price.peak_bytes <= pricer.problem.budget_bytes
+    return _Found(plan, value, best.bound) if fits and value < best.value else best
