@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -92,7 +93,8 @@ def main() -> int:
     if arguments.iterations <= UNTIMED_STEPS:
         parser.error(f"--iterations {arguments.iterations}: expected more than {UNTIMED_STEPS}, such as 20")
     folder: Path = arguments.folder.resolve()
-    console = Console()
+    # Written into a file, the table must not be cut to the 80 columns that rich assumes there.
+    console = Console() if sys.stdout.isatty() else Console(width=100)
     device = _device()
     console.print(f"{RANKS} ranks, tensor parallel, on {device.name}; everything is written to {folder}")
     flags = [*MODEL, *device.flags, *_dataset(folder), "--train-iters", str(arguments.iterations)]
@@ -244,15 +246,20 @@ def _progress(console: Console) -> Progress:
 
 
 def _table(results: list[Result]) -> Table:
-    table = Table(title="One GPT, the same data and seed, by recomputation method")
+    table = Table(
+        title="One GPT, the same data and seed, by recomputation method",
+        box=box.SIMPLE,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("method", no_wrap=True)
     for column in (
         "loss\nat the end",
         "step\n(ms)",
-        "peak activation\nbytes",
+        "activation\npeak (B)",
         "rebuilt in\nwindows",
-        "rebuilt\nin stalls",
-        "rebuilt\non demand",
+        "in\nstalls",
+        "on\ndemand",
     ):
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
