@@ -135,9 +135,10 @@ class Timeline:
         return dict(times)
 
     def stall_ns(self, stage: int) -> int:
-        """The wait for a gradient that repeats in the steady state of a rank: the median over the
-        backwards that a forward comes right before, recomputation in it included; 0 if there is
-        none. This is the capacity of the plan's ``stall`` window."""
+        """How long a rank typically waits for a gradient before a backward that comes right after
+        a forward: the median, recomputation in the wait included, 0 if there is no such backward.
+        This is the capacity of a plan's ``stall`` window.
+        """
         waits = []
         for before, run in zip(self.runs[stage], self.runs[stage][1:], strict=False):
             if before.action.forward and not run.action.forward:
