@@ -225,7 +225,7 @@ def _score_storages(model: Model, parallel: Parallel, batch: Batch) -> tuple[Sto
         sizes["logsumexp"] = b * heads * s * 4
     else:
         wide = 4 if model.attention_softmax_in_fp32 else e
-        sizes = {"causal_mask": s * s, "softmax": scores * wide}
+        sizes = {"causal_mask": 0 if model.mask_from_data else s * s, "softmax": scores * wide}
         if model.attention_dropout > 0:
             sizes |= {"dropout_mask": scores * model.mask_bytes, "dropped": scores * e}
         elif wide != e:
@@ -238,6 +238,7 @@ def _score_storages(model: Model, parallel: Parallel, batch: Batch) -> tuple[Sto
             saved_by=("core_attention",),
         )
         for name, size in sizes.items()
+        if size
     )
 
 

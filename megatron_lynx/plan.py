@@ -261,18 +261,16 @@ def parse_plan(text: str) -> Plan:
     )
 
 
-def fingerprint(
-    model: Model, parallel: Parallel, batch: Batch, graph: LayerGraph, memory_bytes: int
-) -> str:
-    """A hash of everything that a plan depends on; the runtime refuses a plan that differs.
+def fingerprint(model: Model, parallel: Parallel, batch: Batch, graph: LayerGraph) -> str:
+    """A hash of the job that a plan is for; the runtime refuses a plan that differs.
 
-    The data-parallel size and the global batch stay out: they change no layer.
+    What changes no layer stays out: names, the data-parallel size, the global batch. So does the
+    memory budget: a plan made for 32 GiB is right on a device that offers 31.7 or 80.
     """
     facts = {
         "model": {k: v for k, v in asdict(model).items() if k != "name"},
         "parallel": {k: v for k, v in asdict(parallel).items() if k != "dp"},
         "batch": {"seq_length": batch.seq_length, "micro_batch_size": batch.micro_batch_size},
         "graph": graph.fingerprint(),
-        "memory_bytes": memory_bytes,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
 """Trains a GPT with Megatron, from the wheels alone: ``python -m megatron_lynx.pretrain_gpt ARGS``.
 
-Takes the flags of upstream's ``pretrain_gpt.py``. With ``MEGATRON_LYNX_CPU=1`` it trains on the CPU.
+Takes the flags of upstream's ``pretrain_gpt.py``, and ``--recompute-method lynx``. With ``MEGATRON_LYNX_CPU=1`` it trains on the CPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megatron_lynx.integration.cpu import cpu_backend_if_requested
 from megatron_lynx.integration.dataset_helpers import shipped_dataset_helpers
 from megatron_lynx.integration.norm import sequence_parallel_norm
 from megatron_lynx.integration.recorder import recorder_if_requested
+from megatron_lynx.integration.trainer import lynx_trainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         stack.enter_context(sequence_parallel_norm())
         stack.enter_context(shipped_dataset_helpers())
         stack.enter_context(recorder_if_requested())
-        args = pretrain.parse(argv, add_arguments=None)
+        stack.enter_context(lynx_trainer())
+        args = pretrain.parse(argv)
         pretrain.train(args)
 
 

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         *("--recompute-num-layers", "1"),
     ),
     "selective": ("--recompute-granularity", "selective"),
+    "lynx": ("--recompute-method", "lynx", "--lynx-report", "{report}"),
 }
 
 # A GPT that two cores train in about a second per step.
@@ -219,16 +221,17 @@ def _result(run: Path, method: str) -> Result:
 
 
 def _rebuilds(report: Path) -> tuple[int, int, int] | None:
-    """Counts from the reports that ``--lynx-report`` wrote, summed over ranks; None if there are none."""
-    reports = [json.loads(path.read_text()) for path in sorted(report.glob("*.json"))]
-    counts = [entry["rebuilds"] for entry in reports if "rebuilds" in entry]
+    """Storages rebuilt in collectives' windows, in stalls and on demand, over all ranks and steps.
+
+    Read from what ``--lynx-report`` wrote; None if there is nothing.
+    """
+    counts: Counter[str] = Counter()
+    for path in report.glob("steps.*.jsonl"):
+        for step in _steps(path):
+            counts.update(step["rebuilt_storages"])
     if not counts:
         return None
-    return (
-        sum(count["windows"] for count in counts),
-        sum(count["stalls"] for count in counts),
-        sum(count["demand"] for count in counts),
-    )
+    return sum(counts[kind] for kind in ("fwd", "bwd", "head")), counts["stall"], counts["demand"]
 
 
 # --- what is shown -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -65,17 +65,13 @@ _CPU_NEEDS = (
 )
 
 
-def parse(
-    argv: Sequence[str] | None, add_arguments: Callable[[ArgumentParser], ArgumentParser] | None
-) -> Namespace:
+def parse(argv: Sequence[str] | None) -> Namespace:
     """Megatron's arguments from ``argv`` (without the program's name; None means ``sys.argv``).
 
     Sets Megatron's global arguments and builds the tokenizer, as every Megatron script does.
     """
     with _command_line(argv):
-        args: Namespace = parse_and_validate_args(
-            extra_args_provider=add_arguments, args_defaults=ARGUMENT_DEFAULTS
-        )
+        args: Namespace = parse_and_validate_args(args_defaults=ARGUMENT_DEFAULTS)
     for field, flag in _UPSTREAM_ONLY.items():
         if getattr(args, field, None):
             raise ConfigError(

@@ -34,7 +34,7 @@ class Session:
 
     def __init__(self, hooks: Hooks, plan: StagePlan, parallel: Parallel, chunks: Sequence[Any]) -> None:
         layers = [layer for chunk in transformer_layers(chunks) for layer in chunk]
-        config = layers[0].config
+        config, device = layers[0].config, next(layers[0].parameters()).device
         self.on_step: Callable[[StepRecord], None] | None = None
         self._hooks = hooks
         self._parallel = parallel
@@ -42,7 +42,8 @@ class Session:
         group = layers[0].self_attention.linear_proj.tp_group
         self.executor = Executor(
             plan,
-            rng=RandomSource(get_cuda_rng_tracker),
+            rng=RandomSource(get_cuda_rng_tracker, device),
+            device=device,
             group=group,
             forward_slots=forward_slots(parallel),
             backward_slots=backward_slots(parallel),

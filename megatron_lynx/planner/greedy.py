@@ -1,7 +1,7 @@
 """``windows``: a plain greedy planner, and the sequence of plans it walks through.
 
-Fill the windows with what fits, at no cost on the critical path; then, while memory is over the
-budget, drop more on demand, the cheapest per byte first. The sequence does not depend on the budget,
+Fill the windows with what fits, at no cost on the critical path, whether memory is short or not;
+then, while it is over the budget, drop more on demand, the cheapest per byte first. The sequence does not depend on the budget,
 so more memory never costs more, and the smallest budget is the lowest peak in it.
 """
 
@@ -35,10 +35,9 @@ def windows(problem: StageProblem, options: SolveOptions) -> Answer:
 
 
 def _sequence(problem: StageProblem) -> Iterator[tuple[Stage, tuple[int, ...]]]:
-    """Plans from nothing dropped to everything, and the layers that changed since the last."""
+    """Plans from filled windows to everything dropped, and the layers that changed since the last."""
     names = candidates(problem.graph)
     stage: Stage = {layer: {} for layer in problem.layers}
-    yield stage, problem.layers
     _fill(problem, names, stage)
     yield stage, problem.layers
     by_price = sorted(names, key=lambda n: problem.demand_ns(n) / max(1, _bytes(problem, n)))

@@ -43,6 +43,7 @@ class Executor:
     Args:
         plan: what to drop and where to rebuild it.
         rng: random state, Megatron's tracker included.
+        device: where the layers run.
         group: the layers' tensor-parallel process group; only its collectives open windows.
         forward_slots, backward_slots: names of a layer's collectives (``gpt``).
         draws: regions that use random state in this model.
@@ -53,6 +54,7 @@ class Executor:
         plan: StagePlan,
         *,
         rng: RandomSource,
+        device: torch.device,
         group: Any,
         forward_slots: Sequence[str],
         backward_slots: Sequence[str],
@@ -61,6 +63,7 @@ class Executor:
     ) -> None:
         self.plan = plan
         self.rng = rng
+        self.device = device
         self.group = group
         self.forward_slots = tuple(forward_slots)
         self.backward_slots = tuple(backward_slots)

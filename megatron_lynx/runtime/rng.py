@@ -39,11 +39,12 @@ class RandomSource:
     Args:
         tracker: returns Megatron's tracker, or None where there is none. It is asked every time,
             since Megatron replaces its tracker when it is initialised again.
+        device: where the layers run; on a CPU there is no second generator to look after.
     """
 
-    def __init__(self, tracker: Any = None) -> None:
+    def __init__(self, tracker: Any = None, device: torch.device | None = None) -> None:
         self._tracker = tracker
-        self._device = torch.cuda.is_available() and torch.version.cuda is not None
+        self._device = device is not None and device.type == "cuda"
 
     def capture(self) -> RandomState:
         """The state now; cheap enough for once per region that draws."""

@@ -71,6 +71,7 @@ class Host(Protocol):
     """What a tape needs of the executor that owns it."""
 
     rng: RandomSource
+    device: torch.device
     active: Any
 
     def replaying(self) -> AbstractContextManager[None]:
@@ -118,7 +119,7 @@ class LayerTape:
     ) -> Any:
         """A wrapped parent module runs: remember how, for the glue inside it."""
         if any(glue.parent == name and glue.name in self.plan.dropped for glue in GLUES):
-            empty = torch.empty(0)
+            empty = torch.empty(0, device=self.host.device)
             self._parents[name] = (call, (empty, *args[1:]), kwargs)
         return call(*args, **kwargs)
 
@@ -286,8 +287,8 @@ class LayerTape:
             wanted.add(need)
         if not wanted:
             return
-        hollow = run.is_hollow(wanted)
-        if not hollow:
+        hollow = self.host.device if run.is_hollow(wanted) else None
+        if hollow is None:
             for storage in run.reads:
                 if storage.data is None:
                     assert storage.run is not None
@@ -298,7 +299,7 @@ class LayerTape:
             arguments = map_leaves(run.arguments, SavedTensor, lambda t: _argument(t, hollow))
             if run.source is not None:
                 replay.source_output = map_leaves(
-                    run.source.outputs, SavedTensor, lambda t: _argument(t, False)
+                    run.source.outputs, SavedTensor, lambda t: _argument(t, None)
                 )
                 previous, self.host.active = self.host.active, replay
                 try:
@@ -355,18 +356,9 @@ class LayerTape:
             self.output = None
 
 
-def _argument(saved: SavedTensor, hollow: bool) -> torch.Tensor:
-    device = saved.storage.data.device if saved.storage.data is not None else _device()
-    tensor = saved.hollow(device) if hollow else saved.restore()
+def _argument(saved: SavedTensor, hollow: torch.device | None) -> torch.Tensor:
+    tensor = saved.restore() if hollow is None else saved.hollow(hollow)
     return tensor.requires_grad_(saved.requires_grad) if saved.requires_grad else tensor
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if _on_cuda() else torch.device("cpu")
-
-
-def _on_cuda() -> bool:
-    return torch.version.cuda is not None and torch.cuda.is_available()
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

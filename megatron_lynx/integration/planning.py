@@ -1,0 +1,96 @@
+"""A plan made at the start of a run, from costs measured on the ranks that train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lynx.cost import CostTable, LayerCosts
+from megatron_lynx.errors import LynxError
+from megatron_lynx.integration.measuring import measure
+from megatron_lynx.plan import Plan, parse_plan
+from megatron_lynx.spec import Batch, Model, Parallel
+from megatron_lynx.workflow import plan_with_costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the user asked for: the job, its memory per device, the planner, the split."""
+
+    model: Model
+    parallel: Parallel
+    batch: Batch
+    memory_bytes: int
+    planner: str
+    layout: str | None
+    distributed_optimizer: bool
+    profile: Path | None
+
+
+def make_plan(asked: Asked, chunks: Sequence[Any]) -> tuple[Plan, CostTable]:
+    """Measure (or read the profile), plan on rank 0, and give every rank the same plan.
+
+    Raises:
+        ConfigError, InfeasibleError: on every rank alike.
+    """
+    if asked.profile is not None:
+        table = CostTable.from_json(asked.profile.read_text(), "--lynx-profile")
+    else:
+        table = agreed(measure(chunks, asked.model, asked.parallel, asked.batch))
+    text = from_rank_0(lambda: str(_plan(asked, table)))
+    return parse_plan(text), table
+
+
+def _plan(asked: Asked, table: CostTable) -> Plan:
+    return plan_with_costs(
+        asked.model,
+        asked.parallel,
+        asked.batch,
+        costs=table,
+        memory_bytes=asked.memory_bytes,
+        planner=asked.planner,
+        layout=asked.layout,
+        distributed_optimizer=asked.distributed_optimizer,
+    )
+
+
+def agreed(table: CostTable) -> CostTable:
+    """One table for all ranks: compute is the slowest rank's, since the others wait for it;
+    a collective is the fastest rank's measure, since a slow one includes waiting for others."""
+    tables: list[CostTable] = [table] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(tables, table)
+
+    def merged(name: str, choose: Callable[[list[int]], int]) -> dict[str, int]:
+        times = [getattr(one.layer, name) for one in tables]
+        return {key: choose([time[key] for time in times]) for key in times[0]}
+
+    layer = LayerCosts(
+        forward_ns=merged("forward_ns", max),
+        dgrad_ns=merged("dgrad_ns", max),
+        wgrad_ns=merged("wgrad_ns", max),
+        collective_ns=merged("collective_ns", min),
+    )
+    heads = {
+        name: max(getattr(one, name) for one in tables) for name in ("head_forward_ns", "head_backward_ns")
+    }
+    window = min(one.head_window_ns for one in tables)
+    p2p = min(one.p2p_ns for one in tables)
+    return replace(table, layer=layer, head_window_ns=window, p2p_ns=p2p, **heads)
+
+
+def from_rank_0(make: Callable[[], str]) -> str:
+    """``make()`` of rank 0 on every rank; its error, if it is a user's, on every rank too."""
+    box: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            box[0] = make()
+        except LynxError as error:
+            box[1] = error
+    torch.distributed.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return str(box[0])

@@ -1,0 +1,197 @@
+"""Trainer: carries ``--recompute-method lynx`` through a run of Megatron's own trainer.
+
+The trainer builds the model; then a plan is read or made and bound to it; every step of the
+schedule runs under it; at the end the model is given back. Nothing here runs without
+``--recompute-method lynx``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training import get_args
+
+from megatron_lynx.errors import PlanError
+from megatron_lynx.gpt import layer_graph
+from megatron_lynx.integration.arguments import (
+    budget_bytes,
+    check_arguments,
+    lynx_requested,
+    with_lynx_arguments,
+)
+from megatron_lynx.integration.binding import transformer_layers
+from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
+from megatron_lynx.integration.install import install
+from megatron_lynx.integration.planning import Asked, make_plan
+from megatron_lynx.integration.report import ReportWriter
+from megatron_lynx.integration.session import Session
+from megatron_lynx.integration.targets import TARGETS, Target
+from megatron_lynx.integration.windows import Hooks, in_step
+from megatron_lynx.plan import Plan, fingerprint, parse_plan
+
+UNLIMITED_BYTES = 1 << 60
+"""The budget where nobody named one and no device has one."""
+
+
+class Trainer:
+    """One run: the arguments it found, and the session once the model is built."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+        self.session: Session | None = None
+
+    def bind(self, wrapped_chunks: list[Any]) -> None:
+        """Read or make the plan, and bind it to the model.
+
+        Raises:
+            ConfigError, PlanError, InfeasibleError: before the first step.
+        """
+        args = get_args()
+        if not lynx_requested(args):
+            return
+        chunks = unwrap_model(wrapped_chunks)
+        plan, table = self._plan(args, chunks)
+        stage = plan.stages[parallel_state.get_pipeline_model_parallel_rank()]
+        self.session = Session(self.hooks, stage, parallel_of(args), chunks)
+        if args.lynx_report:
+            writer = ReportWriter(Path(args.lynx_report), torch.distributed.get_rank(), plan, table)
+            self.session.on_step = writer.write
+        if torch.distributed.get_rank() == 0:
+            print(f"lynx: {_summary(plan)}", file=sys.stderr, flush=True)
+
+    def _plan(self, args: Namespace, chunks: list[Any]) -> tuple[Plan, Any]:
+        layer = next(layer for layers in transformer_layers(chunks) for layer in layers)
+        device = next(layer.parameters()).device
+        model = model_of(args, get_model_config(chunks[0]), device)
+        parallel, batch = parallel_of(args), batch_of(args)
+        memory = budget_bytes(args) or _device_bytes(device)
+        asked = Asked(
+            model=model,
+            parallel=parallel,
+            batch=batch,
+            memory_bytes=memory or UNLIMITED_BYTES,
+            planner=args.lynx_planner or ("opt" if memory else "windows"),
+            layout=args.pipeline_model_parallel_layout,
+            distributed_optimizer=args.use_distributed_optimizer,
+            profile=Path(args.lynx_profile) if args.lynx_profile else None,
+        )
+        if not args.lynx_plan:
+            return make_plan(asked, chunks)
+        plan = parse_plan(Path(args.lynx_plan).read_text())
+        graph = layer_graph(model, parallel, batch)
+        wanted = fingerprint(model, parallel, batch, graph)
+        if plan.fingerprint != wanted:
+            raise PlanError(
+                f"--lynx-plan {args.lynx_plan} was made for another job ({plan.fingerprint}, this is "
+                f"{wanted}): model, parallel sizes, micro-batch or device differ; "
+                "`lynx plan` with this job's flags makes one that fits"
+            )
+        if len(plan.stages) != parallel.pp:
+            raise PlanError(
+                f"--lynx-plan {args.lynx_plan} has {len(plan.stages)} stages; "
+                f"--pipeline-model-parallel-size {len(plan.stages)} works"
+            )
+        return plan, None
+
+    @contextlib.contextmanager
+    def step(self, microbatches: int) -> Iterator[None]:
+        """A step of the schedule, under the session if there is one."""
+        with self.session.step(microbatches) if self.session else contextlib.nullcontext():
+            yield
+
+    def close(self) -> None:
+        """Give the model back."""
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+
+def _device_bytes(device: torch.device) -> int | None:
+    """What training may take on a GPU: all of it but a reserve for the context and fragments."""
+    if device.type != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    return int(total * 0.92)
+
+
+def _summary(plan: Plan) -> str:
+    dropped = sum(len(layer.choices) for stage in plan for layer in stage.layers)
+    layers = sum(len(stage.layers) for stage in plan)
+    if not dropped:
+        return f"planner {plan.planner}: everything fits, nothing is recomputed"
+    return f"planner {plan.planner}: {dropped} regions of {layers} layers are dropped and rebuilt"
+
+
+@contextlib.contextmanager
+def lynx_trainer() -> Iterator[Trainer]:
+    """Everything that a run of Megatron's trainer needs, until the block ends: the flags, and
+    what they ask for. Megatron's arguments must be parsed inside."""
+    hooks = Hooks()
+    trainer = Trainer(hooks)
+    targets = (*TARGETS, *_trainer_targets(trainer), *_argument_targets())
+    with install(hooks, targets):
+        try:
+            yield trainer
+        finally:
+            trainer.close()
+
+
+def _trainer_targets(trainer: Trainer) -> tuple[Target, ...]:
+    def setup(original: Callable[..., Any], _: Hooks) -> Callable[..., Any]:
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            trainer.bind(result[0])
+            return result
+
+        return setup_model_and_optimizer
+
+    def schedule(original: Callable[..., Any], _: Hooks) -> Callable[..., Any]:
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+            return in_step(original(*args, **kwargs), trainer.step)
+
+        return get_forward_backward_func
+
+    # Patched where the trainer uses them: neither the model builder nor the schedule can be injected
+    # into a script that calls pretrain() by itself.
+    return (
+        Target(
+            "megatron.training.training.setup_model_and_optimizer",
+            ("model_type", "model_provider_func", "checkpointing_context", "cfg_container", "pg_collection"),
+            setup,
+        ),
+        Target(
+            "megatron.training.training.get_forward_backward_func",
+            ("pp_size", "vp_size", "schedule_pg_collection"),
+            schedule,
+        ),
+    )
+
+
+def _argument_targets() -> tuple[Target, ...]:
+    def parse(original: Callable[..., Any], _: Hooks) -> Callable[..., Any]:
+        def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
+            return original(with_lynx_arguments(extra_args_provider), ignore_unknown_args)
+
+        return parse_args
+
+    def validate(original: Callable[..., Any], _: Hooks) -> Callable[..., Any]:
+        def validate_args(args: Any, *more: Any, **kwargs: Any) -> Any:
+            check_arguments(args)
+            return original(args, *more, **kwargs)
+
+        return validate_args
+
+    return (
+        Target(
+            "megatron.training.arguments.parse_args", ("extra_args_provider", "ignore_unknown_args"), parse
+        ),
+        Target("megatron.training.arguments.validate_args", ("args", "defaults"), validate),
+    )
