@@ -250,6 +250,15 @@ def in_flight_moments(parallel: Parallel, microbatches: int, stage: int) -> tupl
     )
 
 
+def in_flight_bound(parallel: Parallel, microbatches: int, stage: int) -> tuple[int, ...]:
+    """The most microbatches alive in each chunk of rank ``stage``, each at its own worst moment.
+
+    No plan holds more than this allows, also one that keeps much in one chunk and little in
+    another; ``in_flight`` alone does not bound such a plan. For 1F1B the two are the same.
+    """
+    return tuple(map(max, zip(*in_flight_moments(parallel, microbatches, stage), strict=True)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
     """What is wrong with a schedule: where, which action, why."""

@@ -16,6 +16,7 @@ from megatron_lynx.schedule import (
     format_actions,
     has_forward_windows,
     in_flight,
+    in_flight_bound,
     in_flight_moments,
     interleaved,
     next_backward,
@@ -100,6 +101,8 @@ def test_moments_hold_the_peak_for_any_weights(job: tuple[Parallel, int], drawn:
         held = [sum(n * w for n, w in zip(m, weights, strict=True)) for m in (*moments, best)]
         assert max(held) == held[-1] == peak
         assert in_flight(parallel, microbatches, stage) in moments
+        bound = in_flight_bound(parallel, microbatches, stage)
+        assert peak <= sum(n * w for n, w in zip(bound, weights, strict=True))
 
 
 def test_without_a_pipeline_each_backward_follows_its_forward() -> None:

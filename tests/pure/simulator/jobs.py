@@ -11,7 +11,7 @@ from megatron_lynx.gpt import backward_slots, forward_slots, layer_graph
 from megatron_lynx.graph import INPUT, LayerGraph
 from megatron_lynx.plan import Choice, LayerPlan, StagePlan, Window, parse_choice
 from megatron_lynx.planner.problem import StageProblem
-from megatron_lynx.schedule import has_forward_windows, in_flight
+from megatron_lynx.schedule import has_forward_windows, in_flight_bound
 from megatron_lynx.simulator.engine import SimJob
 from megatron_lynx.spec import Batch, Model, Parallel
 
@@ -120,7 +120,7 @@ def problem_of(job: SimJob, stage: int, stall_ns: int = 0, budget_bytes: int = 1
         chunks=job.stages[stage].chunks,
         graph=job.graph,
         costs=job.table.layer,
-        in_flight=in_flight(parallel, job.microbatches, stage),
+        in_flight=in_flight_bound(parallel, job.microbatches, stage),
         budget_bytes=budget_bytes,
         forward_slots=forward_slots(parallel),
         backward_slots=backward_slots(parallel),

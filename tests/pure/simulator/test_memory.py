@@ -68,7 +68,7 @@ def _planned(job: SimJob, planner: str, budget: int, stall_ns: int, soft: bool) 
     stages, graphs, peaks = [], list[LayerGraph](), []
     for stage in range(job.parallel.pp):
         problem = problem_of(job, stage, stall_ns, budget)
-        planned = plan(problem, planner, SolveOptions(soft=soft))
+        planned = plan(problem, planner, SolveOptions(soft=soft, time_limit_s=2.0))
         assert verify(problem, planned.plan, graph=planned.graph, soft=True) == ()
         notes = walk(problem, planned.plan, graph=planned.graph, soft=soft)
         stages.append(planned.plan)
@@ -78,39 +78,42 @@ def _planned(job: SimJob, planner: str, budget: int, stall_ns: int, soft: bool) 
 
 
 @st.composite
-def planning(draw: st.DrawFn) -> tuple[SimJob, str, int, int, bool]:
-    """A job, a planner, a budget, the length of a stall, and whether windows are soft."""
+def planning(draw: st.DrawFn) -> tuple[SimJob, int, int, bool]:
+    """A job, a budget, the length of a stall, and whether windows are soft."""
     parallel = draw(parallels())
     m = draw(st.integers(1, 9)) if parallel.vpp == 1 else parallel.pp * draw(st.integers(1, 3))
     counts = draw(st.lists(st.integers(1, 3), min_size=parallel.pp, max_size=parallel.pp)) * parallel.vpp
     table = table_of(parallel, wait=draw(st.integers(0, 120)), p2p=draw(st.integers(0, 50)))
     job = job_of(parallel, m, counts=counts, table=table, workspace=draw(st.sampled_from([0, 5000])))
     whole = graph_of(parallel).kept_bytes() * max(counts) * parallel.pp
-    budget = whole * draw(st.integers(30, 110)) // 100 + 5000
-    return (
-        job,
-        draw(st.sampled_from(PLANNERS)),
-        budget,
-        draw(st.sampled_from([0, 30, 90])),
-        draw(st.booleans()),
-    )
+    budget = whole * draw(st.sampled_from([40, 60, 80, 100, 130])) // 100 + 5000
+    return job, budget, draw(st.sampled_from([0, 30, 90])), draw(st.booleans())
 
 
-@settings(max_examples=200)
-@given(planning())
-def test_the_two_referees_agree_to_the_byte(case: tuple[SimJob, str, int, int, bool]) -> None:
+@pytest.mark.parametrize("planner", [*PLANNERS, "opt"])
+def test_the_two_referees_agree_to_the_byte(planner: str) -> None:
     """1F1B: the same peak, though no line is shared. Interleaved: verify supposes the worst."""
-    job, planner, budget, stall_ns, soft = case
-    try:
-        planned, peaks = _planned(job, planner, budget, stall_ns, soft)
-    except InfeasibleError:
-        return
-    timeline = simulate(planned)
-    for stage, verified in enumerate(peaks):
-        simulated = memory.peak(timeline, stage).size_bytes
-        assert simulated <= verified <= budget
-        if job.parallel.vpp == 1:
-            assert simulated == verified
+    fitted = 0
+
+    @settings(max_examples=8 if planner == "opt" else 40)
+    @given(planning())
+    def agree(case: tuple[SimJob, int, int, bool]) -> None:
+        nonlocal fitted
+        job, budget, stall_ns, soft = case
+        try:
+            planned, peaks = _planned(job, planner, budget, stall_ns, soft)
+        except InfeasibleError:
+            return
+        fitted += 1
+        timeline = simulate(planned)
+        for stage, verified in enumerate(peaks):
+            simulated = memory.peak(timeline, stage).size_bytes
+            assert simulated <= verified <= budget
+            if job.parallel.vpp == 1:
+                assert simulated == verified
+
+    agree()
+    assert fitted >= 2, "too few problems had a plan"
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
