@@ -230,7 +230,7 @@ def sim_stage(
 ) -> SimStage:
     """The times of one rank under a plan, for ``iteration_ns``."""
     used = program(parallel, microbatches).used(plan.stage)
-    return SimStage.from_walk(StageWalk(plan, graph, table, parallel.pp), used)
+    return SimStage.from_walk(StageWalk(plan, graph, table, parallel.pp, timed_only=True), used)
 
 
 def simulate(job: SimJob) -> Timeline:

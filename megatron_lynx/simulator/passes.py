@@ -108,3 +108,18 @@ class Cursor:
         """Take bytes, or give them back if ``size_bytes`` is below zero."""
         if size_bytes:
             self.deltas.append(Delta(self.now_ns, size_bytes, owner, layer, name))
+
+
+class Clock(Cursor):
+    """A cursor that only tells the time: for a search, which looks at nothing else."""
+
+    def run(self, kind: str, time_ns: int, layer: int, name: str) -> None:
+        """Let time pass."""
+        if time_ns > 0:
+            self.now_ns += time_ns
+
+    def collective(self, start_ns: int, time_ns: int, layer: int, name: str) -> None:
+        """Nothing: a collective delays nobody by itself."""
+
+    def memory(self, size_bytes: int, owner: str, layer: int, name: str) -> None:
+        """Nothing."""

@@ -11,17 +11,16 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron_lynx.schedule import Action
 from megatron_lynx.simulator import memory
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.simulator.timeline import Span, Timeline
 
 Event = dict[str, Any]
 
-_STREAM_NAMES = {
-    kinds.COMPUTE: "compute",
-    kinds.TENSOR_LINK: "tensor-parallel link",
-    kinds.PIPELINE_LINK: "pipeline link",
-}
+_THREADS = ("compute", "tensor-parallel link", "activations to next", "gradients to previous")
+"""A rank's threads. The pipeline link works in both directions at once, so it has two."""
+
 _COLORS = {
     kinds.FORWARD: "thread_state_runnable",
     kinds.BACKWARD: "rail_response",
@@ -66,10 +65,16 @@ def _metadata(stage: int) -> list[Event]:
         name("process_name", 0, name=f"stage {stage}"),
         name("process_sort_index", 0, sort_index=stage),
     ]
-    for tid, stream in enumerate(kinds.STREAMS):
-        events.append(name("thread_name", tid, name=_STREAM_NAMES[stream]))
+    for tid, thread in enumerate(_THREADS):
+        events.append(name("thread_name", tid, name=thread))
         events.append(name("thread_sort_index", tid, sort_index=tid))
     return events
+
+
+def _thread(stream: str, action: Action | None) -> int:
+    if stream == kinds.PIPELINE_LINK:
+        return 2 if action is None or action.forward else 3
+    return kinds.STREAMS.index(stream)
 
 
 def _complete(span: Span) -> Event:
@@ -78,7 +83,7 @@ def _complete(span: Span) -> Event:
         "name": span.label or span.kind,
         "cat": span.kind,
         "pid": span.stage,
-        "tid": kinds.STREAMS.index(span.stream),
+        "tid": _thread(span.stream, span.action),
         "ts": _us(span.start_ns),
         "dur": _us(span.duration_ns),
         "args": {"kind": span.kind},
@@ -125,7 +130,7 @@ def _flows(timeline: Timeline) -> Iterator[Event]:
                 **base,
                 "ph": "s",
                 "pid": run.stage,
-                "tid": kinds.STREAMS.index(kinds.PIPELINE_LINK),
+                "tid": _thread(kinds.PIPELINE_LINK, run.action),
                 "ts": _us(run.sent_ns),
             }
             yield {
@@ -133,6 +138,6 @@ def _flows(timeline: Timeline) -> Iterator[Event]:
                 "ph": "f",
                 "bp": "e",
                 "pid": target.stage,
-                "tid": kinds.STREAMS.index(kinds.COMPUTE),
+                "tid": _thread(kinds.COMPUTE, target.action),
                 "ts": _us(target.begin_ns),
             }

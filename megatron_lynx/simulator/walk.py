@@ -25,7 +25,7 @@ from megatron_lynx.graph import LayerGraph
 from megatron_lynx.plan import StagePlan, Window
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.simulator.ledger import GraphIndex, Ledger
-from megatron_lynx.simulator.passes import Cursor, Pass
+from megatron_lynx.simulator.passes import Clock, Cursor, Pass
 
 GATHERS_INPUT = ("linear_qkv", "linear_fc1")
 """Linears that are split by column: their collective in the forward comes before the GEMM, the one
@@ -44,7 +44,8 @@ class StageWalk:
 
     ``stages`` is the number of ranks; with it the walk knows which chunk holds the embedding or the
     head, and which backward receives its gradient over the pipeline link. ``workspace_bytes`` is
-    held during each layer's backward. ``fine`` counts memory by region instead of by layer.
+    held during each layer's backward. ``fine`` counts memory by region instead of by layer;
+    ``timed_only`` leaves pieces and memory out of the passes.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class StageWalk:
         stages: int,
         workspace_bytes: int = 0,
         fine: bool = False,
+        timed_only: bool = False,
     ) -> None:
         self.plan, self.table, self.costs = plan, table, table.layer
         self.index = graph if isinstance(graph, GraphIndex) else GraphIndex(graph)
         self.workspace_bytes, self.fine = workspace_bytes, fine
+        self._cursor = Clock if timed_only else Cursor
         self._last_stage = plan.stage == stages - 1
         self._due = plan.windows()
         self._plans = {layer.layer: layer for layer in plan.layers}
@@ -103,7 +106,7 @@ class StageWalk:
         return self._forwards[key]
 
     def _walk_forward(self, chunk: int, served: int | None) -> tuple[Pass, Ledger | None]:
-        cursor, costs, table = Cursor(), self.costs, self.table
+        cursor, costs, table = self._cursor(), self.costs, self.table
         ledger = None if served is None else self._ledger(served)
         if self.has_embedding(chunk):
             cursor.run(kinds.FORWARD, table.embedding_forward_ns, -1, "embedding")
@@ -131,7 +134,7 @@ class StageWalk:
         table = self.table
         ledger = self._state_before_backward(chunk, server)
         early = self._walk_early(chunk, ledger)
-        cursor = Cursor()
+        cursor = self._cursor()
         if self.has_head(chunk):
             compute = table.head_backward_ns - table.head_window_ns
             cursor.run(kinds.BACKWARD, compute, -1, "head")
@@ -158,7 +161,7 @@ class StageWalk:
 
     def _walk_early(self, chunk: int, ledger: Ledger) -> Cursor:
         """Rule 2: the stall's own work, and that of forward windows that did not open."""
-        cursor = Cursor()
+        cursor = self._cursor()
         if self.has_head(chunk):
             return cursor
         for layer in reversed(self.plan.chunks[chunk]):

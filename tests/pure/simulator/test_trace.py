@@ -67,7 +67,9 @@ def check(trace: dict[str, Any]) -> None:
 @settings(max_examples=80)
 @given(wild_jobs())
 def test_any_trace_follows_the_format(job: SimJob) -> None:
-    check(json.loads(to_json(simulate(job))))
+    trace = json.loads(to_json(simulate(job)))
+    check(trace)
+    assert trace["traceEvents"]
 
 
 def test_what_a_trace_tells() -> None:
@@ -78,7 +80,9 @@ def test_what_a_trace_tells() -> None:
     events = trace_events(timeline, [1000, 2000])
     names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
     assert names == {
-        (stage, name) for stage in (0, 1) for name in ("compute", "tensor-parallel link", "pipeline link")
+        (stage, name)
+        for stage in (0, 1)
+        for name in ("compute", "tensor-parallel link", "activations to next", "gradients to previous")
     }
     held = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 1]
     assert max(held) == memory.peak(timeline, 1).size_bytes + 2000
