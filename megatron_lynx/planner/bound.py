@@ -68,6 +68,12 @@ class PooledModel(StageModel):
             self.model, self.problem, slots, self.before + behind + 1, soft=self.options.soft, loose=True
         )
 
+    def _alive(self, block: Block, level: int) -> list[Term]:
+        """In a pool, what passes through may come and go before others come: count what stays."""
+        forward = level == self.before - len(self.idle) - 1
+        backward = self.before <= level < block.levels - 1
+        return block.alive(level, self.scale, carried=forward or backward)
+
     def _backward_caps(self) -> list[int]:
         window_ns = self.problem.costs.window_ns
         return [window_ns(Window("bwd", 0, slot)) for slot in self.problem.backward_slots]

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import highspy
 import numpy as np
@@ -90,7 +91,8 @@ class Model:
     ) -> Solution:
         """Minimise. ``deadline`` is a ``time.monotonic`` instant, ``hint`` values of the integer
         variables in a known solution, ``target`` an objective that is good enough to stop at."""
-        highs = highspy.Highs()
+        # The public class registers callbacks, which prints HiGHS's banner on stdout.
+        highs = highspy._core._Highs()
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("threads", options.threads)
         highs.setOptionValue("random_seed", options.seed)
@@ -108,7 +110,7 @@ class Model:
         return _read(highs)
 
 
-def _read(highs: highspy.Highs) -> Solution:
+def _read(highs: Any) -> Solution:
     status, info = highs.getModelStatus(), highs.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
         return Solution("infeasible", (), math.inf, math.inf)

@@ -41,7 +41,7 @@ class StageModel:
         self.step = ONE_NS if budget else ONE_UNIT
         self.windows = problem.windows()
         self.forwards = [w for w in self.windows if w.kind == "fwd"]
-        self.split = self._forward_levels()
+        self.split = self._passing()
         self.idle = [w for w in self.windows if w.kind in ("stall", "head")]
         self.before = (len(self.forwards) if self.split else 1) + len(self.idle)
         self.blocks = {layer: self._block(layer) for layer in problem.layers}
@@ -57,17 +57,22 @@ class StageModel:
     def _scale(self) -> Scale:
         return Scale.of(self.problem)
 
-    def _forward_levels(self) -> bool:
-        """Whether memory must be counted at each forward window: only if a region that no backward
-        saves can be rebuilt in one, and let go of before the forward pass ends."""
-        graph = self.problem.graph
-        longest = max((self.problem.capacity_ns(w) for w in self.forwards), default=0)
+    def _passing(self) -> bool:
+        """Whether memory must be counted before any backward too: only if a region that no backward
+        saves can be rebuilt there, and let go of before the first backward (where else is more)."""
+        graph, costs = self.problem.graph, self.problem.costs
+        early = [self.problem.capacity_ns(w) for w in self.windows if w.kind != "bwd"]
+        longest = max(early, default=0)
         return any(
             not any(s.saved_by for s in graph.produced_by(name))
             and not graph.region(name).communicates
-            and (self.options.soft or self.problem.costs.rebuild_ns(name, hidden=True) <= longest)
+            and (self.options.soft or costs.rebuild_ns(name, hidden=False) <= longest)
             for name in candidates(graph)
         )
+
+    def _alive(self, block: Block, level: int) -> list[Term]:
+        """Units of one layer that are rebuilt and alive at ``level``."""
+        return block.alive(level, self.scale)
 
     def _block(self, layer: int) -> Block:
         """The layer's slots: every window that comes before its backward, in order."""
@@ -117,9 +122,9 @@ class StageModel:
             for layer in chunk
         }
         carried = {k: b.alive(self.before - 1, scale, carried=True) for k, b in self.blocks.items()}
-        for level in range(self.before) if self.split or not problem.layers else ():
+        for level in range(self.before) if self.split else ():
             terms = [t for k in self.blocks for t in scaled(kept[k][0], flights[k])]
-            terms += [t for block in self.blocks.values() for t in block.alive(level, scale)]
+            terms += [t for block in self.blocks.values() for t in self._alive(block, level)]
             self._row(terms, sum(kept[k][1] * flights[k] for k in self.blocks), 0)
         for chunk in problem.chunks:
             for i, layer in enumerate(reversed(chunk)):
@@ -131,7 +136,7 @@ class StageModel:
                     if k not in chunk:
                         terms += carried[k]
                     elif k <= layer:
-                        terms += block.alive(self.before + i, scale)
+                        terms += self._alive(block, self.before + i)
                 self._row(terms, constant, problem.workspace_bytes)
 
     def _row(self, terms: list[Term], constant: float, extra_bytes: int) -> None:
