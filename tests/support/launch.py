@@ -11,6 +11,7 @@ into one payload and loop over them inside the target.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import logging
 import os
@@ -29,7 +30,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 # A rank that lost its peer waits in a collective until the timeout: it gets this long to fail by itself.
 _GRACE_S = 3.0
-_LOG_TAIL_CHARACTERS = 6000
+_STACKS_BEFORE_END_S = 8.0
+_LOG_TAIL_CHARACTERS = 8000
 
 
 class RanksFailedError(AssertionError):
@@ -102,6 +104,7 @@ def _report(folder: Path, world_size: int) -> str:
 
 def _launch(folder: Path, world_size: int, target: str, timeout_s: int) -> int:
     """Import once, fork the ranks, wait for them; returns the exit code."""
+    end = time.monotonic() + timeout_s
     import megatron.training  # noqa: F401 (the slow import, shared by the forked ranks)
     import torch
 
@@ -113,7 +116,7 @@ def _launch(folder: Path, world_size: int, target: str, timeout_s: int) -> int:
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            os._exit(_rank_main(folder, rank, world_size, target, timeout_s))
+            os._exit(_rank_main(folder, rank, world_size, target, timeout_s, end))
         children[pid] = rank
     failed = False
     deadline = float("inf")
@@ -130,7 +133,9 @@ def _launch(folder: Path, world_size: int, target: str, timeout_s: int) -> int:
     return 1 if failed else 0
 
 
-def _rank_main(folder: Path, rank: int, world_size: int, target: str, timeout_s: int) -> int:
+def _rank_main(folder: Path, rank: int, world_size: int, target: str, timeout_s: int, deadline: float) -> int:
+    # Stuck ranks say where: shortly before the launch is ended, each writes its stack into the log.
+    faulthandler.dump_traceback_later(max(1.0, deadline - time.monotonic() - _STACKS_BEFORE_END_S))
     try:
         result = _run_target(folder, rank, world_size, target, timeout_s)
         partial = folder / f"partial.{rank}"
