@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.planner import SolveOptions, plan, verify
-from megatron_lynx.planner.verify import walk
+from megatron_lynx.planner.verify import walk as verified_walk
 from megatron_lynx.schedule import in_flight
 from megatron_lynx.simulator import memory
 from megatron_lynx.simulator.engine import SimJob, simulate
 from megatron_lynx.simulator.passes import OWNERS
+from megatron_lynx.simulator.walk import StageWalk
 from megatron_lynx.spec import Parallel
 from tests.pure.simulator.jobs import graph_of, job_of, parallels, problem_of, table_of, wild_jobs
 
@@ -70,7 +72,7 @@ def _planned(job: SimJob, planner: str, budget: int, stall_ns: int, soft: bool) 
         problem = problem_of(job, stage, stall_ns, budget)
         planned = plan(problem, planner, SolveOptions(soft=soft, time_limit_s=2.0))
         assert verify(problem, planned.plan, graph=planned.graph, soft=True) == ()
-        notes = walk(problem, planned.plan, graph=planned.graph, soft=soft)
+        notes = verified_walk(problem, planned.plan, graph=planned.graph, soft=soft)
         stages.append(planned.plan)
         graphs.append(planned.graph)
         peaks.append(max(step.alive_bytes for step in notes.steps))
@@ -137,3 +139,36 @@ def test_the_peak_names_its_owner_and_its_place() -> None:
     assert set(owners) == {"kept", "rebuilt in forward windows", "rebuilt on demand"}
     assert peak.owner == max(owners, key=lambda name: owners[name])
     assert str(peak).startswith(f"stage 0: {peak.size_bytes} bytes in B0.0 layer 1 activation: ")
+
+
+@pytest.mark.parametrize("planner", ["full-uniform-2", "selective", "heu"])
+def test_what_the_planner_hides_and_exposes_is_what_happens(planner: str) -> None:
+    """One microbatch in the steady state of 1F1B, with windows that may not be overrun."""
+    fitted = 0
+
+    @settings(max_examples=40)
+    @given(planning(), st.sampled_from([1.0, 1.25]))
+    def agree(case: tuple[SimJob, int, int, bool], contention: float) -> None:
+        nonlocal fitted
+        job, budget, stall_ns, _ = case
+        if job.parallel.vpp > 1:
+            return
+        job = replace(job, table=replace(job.table, layer=replace(job.table.layer, contention=contention)))
+        for stage in range(job.parallel.pp):
+            problem = problem_of(job, stage, stall_ns, budget)
+            try:
+                planned = plan(problem, planner)
+            except InfeasibleError:
+                return
+            fitted += 1
+            walk = StageWalk(planned.plan, planned.graph, job.table, job.parallel.pp)
+            serves = 0 if problem.has_forward_windows else None
+            passes = walk.forward(0, serves), walk.backward(0, serves)
+            times = Counter[str]()
+            for piece in (*passes[0].body, *passes[1].body, *passes[1].early):
+                times[piece.kind] += piece.end_ns - piece.start_ns
+            assert times["recompute-exposed"] == planned.report.exposed_ns
+            assert times["recompute-hidden"] + times["recompute-stall"] == planned.report.hidden_ns
+
+    agree()
+    assert fitted >= 10, "too few problems had a plan"
