@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import random
+import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_lynx.gpt import backward_slots, forward_slots
+from megatron_lynx.gpt import backward_slots
 from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.install import install
 from megatron_lynx.integration.session import Session
-from megatron_lynx.plan import Choice, LayerPlan, StagePlan, Window
+from megatron_lynx.plan import LayerPlan, StagePlan, parse_choice
 from megatron_lynx.runtime.record import StepRecord
+from megatron_lynx.runtime.region import Replay
 from megatron_lynx.spec import Parallel
 from tests.support.small_gpt import train_small_gpt
 
@@ -30,71 +35,74 @@ DROPPABLE = (
     "activation",
     "mlp_dropout",
 )
-BEHIND_COLLECTIVES = ("linear_proj", "self_attn_bda")
+EVERYTHING = (*DROPPABLE[:4], "linear_proj", *DROPPABLE[4:5], "self_attn_bda", *DROPPABLE[5:])
+"""Every region that can be dropped, those behind a collective too, in forward order."""
+
+Assignment = dict[int, dict[str, str]]
+"""By layer and region: a choice in text form. A layer or region that is left out is kept."""
 
 
 @dataclass
 class Case:
-    """A model and its parallel sizes (keywords of ``train_small_gpt``) and the plans to try."""
+    """A model and its parallel sizes (keywords of ``train_small_gpt``) and the plans to try.
+
+    A plan is a name (see ``assignment``) or an assignment of its own.
+    """
 
     model: dict[str, Any]
-    plans: list[str] = field(default_factory=list)
+    plans: list[str | Assignment] = field(default_factory=list)
     steps: int = 3
 
 
-def stage_plan(name: str, stage: int, chunks: tuple[tuple[int, ...], ...], parallel: Parallel) -> StagePlan:
-    """A plan by name; ``random-SEED`` draws any assignment of regions to windows."""
+def stage_plan(
+    plan: str | Assignment, stage: int, chunks: tuple[tuple[int, ...], ...], parallel: Parallel
+) -> StagePlan:
+    """The plan of one stage with these chunks."""
     layers = tuple(layer for chunk in chunks for layer in chunk)
-    draw = random.Random(f"{name}/{stage}")
+    whole = assignment(plan, layers, parallel) if isinstance(plan, str) else plan
     return StagePlan(
         stage=stage,
         chunks=chunks,
         layers=tuple(
-            LayerPlan(layer=layer, choices=tuple(_choices(name, layer, layers, parallel, draw)))
+            LayerPlan(
+                layer=layer,
+                choices=tuple((r, parse_choice(c)) for r, c in whole.get(layer, {}).items() if c != "keep"),
+            )
             for layer in layers
         ),
     )
 
 
-def _choices(
-    name: str, layer: int, layers: tuple[int, ...], parallel: Parallel, draw: random.Random
-) -> Iterator[tuple[str, Choice]]:
-    everything = (*DROPPABLE[:4], *BEHIND_COLLECTIVES, *DROPPABLE[4:])
-    if name == "none":
-        return
+def assignment(name: str, layers: tuple[int, ...], parallel: Parallel) -> Assignment:
+    """The plan called ``name``: none, selective, full, uniform-2, quiet or windows."""
+    made: Assignment = {layer: {} for layer in layers}
     if name == "selective":
-        yield "core_attention", "demand"
-    elif name == "full":
-        yield from ((region, "demand") for region in everything)
-    elif name == "uniform-2":
-        if layer % 2 and layer - 1 in layers:
-            yield "input", "demand"
-        yield from ((region, "demand") for region in everything)
-    elif name == "windows":
-        yield from _windows(layer, layers, parallel)
-    else:
-        windows: list[Choice] = ["keep", "demand", Window("stall"), Window("head")]
-        for other in layers:
-            windows += [Window("fwd", other, slot) for slot in forward_slots(parallel)]
-            windows += [Window("bwd", other, slot) for slot in backward_slots(parallel)]
-        for region in everything:
-            choice = draw.choice(windows)
-            if choice != "keep":
-                yield region, choice
+        made = {layer: {"core_attention": "demand"} for layer in layers}
+    elif name in ("full", "uniform-2"):
+        made = {layer: dict.fromkeys(EVERYTHING, "demand") for layer in layers}
+        if name == "uniform-2":
+            for layer in layers:
+                if layer % 2 and layer - 1 in layers:
+                    made[layer] = {"input": "demand", **made[layer]}
+    elif name in ("quiet", "windows"):
+        for layer in layers:
+            for region in DROPPABLE:
+                if not (parallel.sequence_parallel and region in ("linear_qkv", "linear_fc1")):
+                    window = _window_of(region, layer, layers, parallel)
+                    made[layer][region] = "demand" if name == "quiet" else window
+    elif name != "none":
+        raise ValueError(name)
+    return made
 
 
-def _windows(layer: int, layers: tuple[int, ...], parallel: Parallel) -> Iterator[tuple[str, Choice]]:
-    """Attention in the MLP's backward windows of the same layer, MLP in those of the layer after."""
+def _window_of(region: str, layer: int, layers: tuple[int, ...], parallel: Parallel) -> str:
+    """Attention in the MLP's backward window of its layer, the MLP in a window of the layer after."""
     slots = backward_slots(parallel)
-    attention: Choice = Window("bwd", layer, slots[0]) if slots else Window("stall")
-    after = layer + 1 if layer + 1 in layers else None
-    mlp: Choice = (
-        Window("head") if after is None else Window("bwd", after, slots[-1]) if slots else Window("stall")
-    )
-    for region in DROPPABLE:
-        if parallel.sequence_parallel and region in ("linear_qkv", "linear_fc1"):
-            continue
-        yield region, attention if region in DROPPABLE[:5] else mlp
+    if not slots:
+        return "stall"
+    if region in DROPPABLE[:5]:
+        return f"bwd:{layer}:{slots[0]}"
+    return f"bwd:{layer + 1}:{slots[-1]}" if layer + 1 in layers else "head"
 
 
 def parallel_of(model: dict[str, Any]) -> Parallel:
@@ -107,25 +115,30 @@ def parallel_of(model: dict[str, Any]) -> Parallel:
     )
 
 
+Watch = Callable[[Session], contextlib.AbstractContextManager[None]]
+
+
 def train_with_plan(
-    model: dict[str, Any], name: str, steps: int, on_step: Callable[[StepRecord], None] | None = None
+    model: dict[str, Any], plan: str | Assignment, steps: int, watch: Watch | None = None
 ) -> dict[str, Any]:
-    """Train under a plan; the result has ``records`` too, one StepRecord a step."""
+    """Train under a plan; the result has ``records`` too, one StepRecord a step.
+
+    ``watch`` is a context around the training that sees the session.
+    """
     records: list[StepRecord] = []
 
     @contextlib.contextmanager
     def around(chunks: list[Any]) -> Iterator[Callable[..., Any]]:
-        from megatron.core import parallel_state
-
         parallel = parallel_of(model)
         owned = tuple(
             tuple(layer.layer_number - 1 for layer in layers) for layers in transformer_layers(chunks)
         )
-        plan = stage_plan(name, parallel_state.get_pipeline_model_parallel_rank(), owned, parallel)
+        stage = stage_plan(plan, parallel_state.get_pipeline_model_parallel_rank(), owned, parallel)
         with install() as hooks:
-            session = Session(hooks, plan, parallel, chunks)
-            session.on_step = lambda record: (records.append(record), on_step and on_step(record))
-            yield session.wrap_schedule
+            session = Session(hooks, stage, parallel, chunks)
+            session.on_step = records.append
+            with watch(session) if watch else contextlib.nullcontext():
+                yield session.wrap_schedule
             session.close()
 
     result = train_small_gpt(steps=steps, around=around, **model)
@@ -134,22 +147,123 @@ def train_with_plan(
 
 def differences(stock: dict[str, Any], lynx: dict[str, Any]) -> list[str]:
     """What differs in any bit: losses, gradient norms, gradients, parameters."""
-    found = []
-    for key in ("losses", "grad_norms"):
-        if stock[key] != lynx[key]:
-            found.append(f"{key}: {stock[key]} != {lynx[key]}")
+    found = [
+        f"{key}: {stock[key]} != {lynx[key]}" for key in ("losses", "grad_norms") if stock[key] != lynx[key]
+    ]
     for step, (ours, theirs) in enumerate(zip(stock["gradients"], lynx["gradients"], strict=True)):
         found += [f"gradient {n} of step {step}" for n in ours if not torch.equal(ours[n], theirs[n])]
     found += [n for n, p in stock["parameters"].items() if not torch.equal(p, lynx["parameters"][n])]
     return found
 
 
-def compare(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, list[str], list[StepRecord]]]:
-    """For each case and plan: its name, what differs from stock Megatron, and the records."""
+@dataclass
+class Outcome:
+    """One plan on one rank: what differs from stock Megatron, and what the tape counted."""
+
+    case: str
+    different: list[str]
+    left_bytes: int
+    rebuilt: dict[str, int]
+
+
+def compare(rank: int, world_size: int, cases: list[Case]) -> list[Outcome]:
+    """Train every case stock and under each of its plans."""
     found = []
     for case in cases:
         stock = train_small_gpt(steps=case.steps, **case.model)
-        for name in case.plans:
-            lynx = train_with_plan(case.model, name, case.steps)
-            found.append((f"{case.model} {name}", differences(stock, lynx), lynx["records"]))
+        for plan in case.plans:
+            lynx = train_with_plan(case.model, plan, case.steps)
+            rebuilt: Counter[str] = Counter()
+            for record in lynx["records"]:
+                rebuilt.update(record.rebuilt_storages)
+            left = sum(record.left_bytes for record in lynx["records"])
+            name = f"{case.model} {plan}"
+            found.append(Outcome(name, differences(stock, lynx), left, dict(rebuilt)))
     return found
+
+
+@contextlib.contextmanager
+def counted_collectives(counts: Counter[str]) -> Iterator[None]:
+    """Count what goes over gloo, below everything that is installed."""
+    gathers = ("_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single")
+    names = ("allreduce", *gathers, "send", "recv")
+    group = torch.distributed.ProcessGroup
+    originals = {name: getattr(group, name) for name in names if hasattr(group, name)}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return run
+
+    for name in originals:
+        setattr(group, name, counting(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(group, name, original)
+
+
+def count_collectives(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Counter[str]]]:
+    """For each case: collectives of stock training and under each plan."""
+    found = []
+    for case in cases:
+        counts: dict[str, Counter[str]] = {"stock": Counter()}
+        with counted_collectives(counts["stock"]):
+            train_small_gpt(steps=case.steps, **case.model)
+        for plan in case.plans:
+            counts[str(plan)] = Counter()
+            with counted_collectives(counts[str(plan)]):
+                train_with_plan(case.model, plan, case.steps)
+        found.append(counts)
+    return found
+
+
+def leftovers(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, int, list[int]]]:
+    """For each case and plan: rebuilt storages alive after the steps, and live bytes after each."""
+    found = []
+    for case in cases:
+        for plan in case.plans:
+            rebuilt: list[StorageWeakRef] = []
+            alive: list[int] = []
+            live: list[int] = []
+            model = {**case.model, "keep_gradients": False}
+            train_with_plan(model, plan, case.steps, watch=partial(_watch_memory, rebuilt, alive, live))
+            found.append((f"{case.model} {plan}", sum(alive) if rebuilt else -1, live))
+    return found
+
+
+@contextlib.contextmanager
+def _watch_memory(
+    rebuilt: list[StorageWeakRef], alive: list[int], live: list[int], session: Session
+) -> Iterator[None]:
+    original = Replay.fill
+
+    def fill(self: Replay, storage: Any, tensor: torch.Tensor) -> None:
+        if storage in self.wanted:
+            rebuilt.append(StorageWeakRef(tensor.untyped_storage()))
+        original(self, storage, tensor)
+
+    def after_step(_: StepRecord) -> None:
+        gc.collect()
+        alive.append(sum(not reference.expired() for reference in rebuilt))
+        live.append(_live_bytes())
+
+    session.on_step = after_step
+    Replay.fill = fill  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Replay.fill = original  # type: ignore[method-assign]
+
+
+def _live_bytes() -> int:
+    """Bytes of every storage that some tensor of this process holds."""
+    sizes = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and thing.layout == torch.strided:
+            storage = thing.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())

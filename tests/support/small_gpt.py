@@ -42,6 +42,7 @@ def train_small_gpt(
     dropout: float = 0.1,
     rope: bool = False,
     seed: int = 1234,
+    keep_gradients: bool = True,
     around: Callable[[list[Any]], contextlib.AbstractContextManager[Callable[..., Any]]] | None = None,
     **fields: Any,
 ) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def train_small_gpt(
 
     ``around(chunks)`` is a context entered for the training; it yields what wraps the schedule.
     Returns ``losses`` (one list of microbatch losses per step; empty but on the last stage),
-    ``grad_norms`` and ``gradients`` (one per step) and ``parameters`` (name to tensor, after the last step).
+    ``grad_norms`` and ``gradients`` (one per step; none without ``keep_gradients``) and ``parameters`` (name to tensor, after the last step).
     """
     parallel_state.initialize_model_parallel(tp, pp, vpp)
     try:
@@ -75,7 +76,7 @@ def train_small_gpt(
         )
         chunks = _build(config, vpp, rope)
         with around(chunks) if around else contextlib.nullcontext(lambda schedule: schedule) as wrap:
-            return _train(chunks, config, steps, vpp, seed, wrap)
+            return _train(chunks, config, steps, vpp, seed, wrap, keep_gradients)
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -127,6 +128,7 @@ def _train(
     vpp: int | None,
     seed: int,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    keep_gradients: bool,
 ) -> dict[str, Any]:
     precision = {"bf16": True} if config.bf16 else {}
     optimizer = get_megatron_optimizer(
@@ -154,7 +156,8 @@ def _train(
             micro_batch_size=MICRO_BATCH,
             forward_only=False,
         )
-        gradients.append(_gradients(chunks))
+        if keep_gradients:
+            gradients.append(_gradients(chunks))
         _, grad_norm, _ = optimizer.step()
         losses.append([report["loss"] for report in reports])
         grad_norms.append(float(grad_norm))
