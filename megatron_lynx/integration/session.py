@@ -34,7 +34,8 @@ class Session:
 
     def __init__(self, hooks: Hooks, plan: StagePlan, parallel: Parallel, chunks: Sequence[Any]) -> None:
         layers = [layer for chunk in transformer_layers(chunks) for layer in chunk]
-        config, device = layers[0].config, next(layers[0].parameters()).device
+        self.config = layers[0].config
+        device = next(layers[0].parameters()).device
         self.on_step: Callable[[StepRecord], None] | None = None
         self._hooks = hooks
         self._parallel = parallel
@@ -47,7 +48,7 @@ class Session:
             group=group,
             forward_slots=forward_slots(parallel),
             backward_slots=backward_slots(parallel),
-            draws=drawing_regions(config),
+            draws=drawing_regions(self.config),
             communicates=frozenset(forward_slots(parallel)),
         )
         self._unbind = bind(chunks, self.executor)

@@ -8,7 +8,6 @@ schedule runs under it; at the end the model is given back. Nothing here runs wi
 from __future__ import annotations
 
 import contextlib
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config, unwrap_model
-from megatron.training import get_args
+from megatron.training import get_args, print_rank_0
 
 from megatron_lynx.errors import PlanError
 from megatron_lynx.gpt import layer_graph
@@ -64,8 +63,7 @@ class Trainer:
         if args.lynx_report:
             writer = ReportWriter(Path(args.lynx_report), torch.distributed.get_rank(), plan, table)
             self.session.on_step = writer.write
-        if torch.distributed.get_rank() == 0:
-            print(f"lynx: {_summary(plan)}", file=sys.stderr, flush=True)
+        print_rank_0(f"> lynx: {_summary(plan)}")
 
     def _plan(self, args: Namespace, chunks: list[Any]) -> tuple[Plan, Any]:
         layer = next(layer for layers in transformer_layers(chunks) for layer in layers)
@@ -136,7 +134,7 @@ def lynx_trainer() -> Iterator[Trainer]:
     what they ask for. Megatron's arguments must be parsed inside."""
     hooks = Hooks()
     trainer = Trainer(hooks)
-    targets = (*TARGETS, *_trainer_targets(trainer), *_argument_targets())
+    targets = (*TARGETS, *trainer_targets(trainer))
     with install(hooks, targets):
         try:
             yield trainer
@@ -144,7 +142,9 @@ def lynx_trainer() -> Iterator[Trainer]:
             trainer.close()
 
 
-def _trainer_targets(trainer: Trainer) -> tuple[Target, ...]:
+def trainer_targets(trainer: Trainer) -> tuple[Target, ...]:
+    """The names that are replaced in Megatron's trainer, beside those of every run."""
+
     def setup(original: Callable[..., Any], _: Hooks) -> Callable[..., Any]:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
@@ -172,6 +172,7 @@ def _trainer_targets(trainer: Trainer) -> tuple[Target, ...]:
             ("pp_size", "vp_size", "schedule_pg_collection"),
             schedule,
         ),
+        *_argument_targets(),
     )
 
 

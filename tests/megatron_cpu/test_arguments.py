@@ -1,0 +1,100 @@
+"""The command line: one flag is enough, and what does not work is refused with what does."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.training import arguments
+
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.integration.arguments import REFUSALS, Refusal, check_arguments, with_lynx_arguments
+
+MODEL = [
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32"),
+    *("--max-position-embeddings", "32", "--micro-batch-size", "1", "--transformer-impl", "local"),
+]
+FLAGS = {
+    "--lynx-plan",
+    "--lynx-planner",
+    "--lynx-budget",
+    "--lynx-partition",
+    "--lynx-profile",
+    "--lynx-report",
+}
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Namespace:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *MODEL, *flags])
+    args: Namespace = arguments.parse_args(with_lynx_arguments(None))
+    return args
+
+
+def test_the_method_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_arguments(parsed(monkeypatch, "--recompute-method", "lynx"))
+
+
+def test_without_the_method_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_arguments(parsed(monkeypatch, "--recompute-granularity", "selective", "--num-experts", "2"))
+
+
+def test_the_set_of_flags_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    import argparse
+
+    parser = with_lynx_arguments(None)(argparse.ArgumentParser())
+    assert {a.option_strings[0] for a in parser._actions} - {"-h"} == FLAGS
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.flag)
+def test_every_refusal_fires_and_says_what_works(monkeypatch: pytest.MonkeyPatch, refusal: Refusal) -> None:
+    args = parsed(monkeypatch, "--recompute-method", "lynx")
+    for field in refusal.fields:
+        found = Namespace(**{**vars(args), field: "something"})
+        with pytest.raises(ConfigError) as caught:
+            check_arguments(found)
+        message = str(caught.value)
+        assert "--recompute-method lynx" in message
+        assert refusal.flag in message
+        assert "something" in message
+        assert refusal.instead in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--recompute-granularity", "full"], ["--recompute-granularity full", "leave it out"]),
+        (["--num-experts", "4"], ["--num-experts 4", "dense models work"]),
+        (["--context-parallel-size", "2"], ["--context-parallel-size 2", "1 works"]),
+        (["--fp8-format", "hybrid"], ["--fp8-format hybrid", "--bf16 works"]),
+        (["--use-megatron-fsdp"], ["--use-megatron-fsdp True", "--use-distributed-optimizer works"]),
+        (["--transformer-impl", "transformer_engine"], ["transformer_engine", "--transformer-impl local"]),
+        (["--lynx-plan", "no/such/file"], ["--lynx-plan no/such/file", "lynx plan"]),
+        (["--lynx-budget", "32"], ["--lynx-budget '32'", "32GiB"]),
+        (["--lynx-plan", __file__, "--lynx-planner", "opt"], ["--lynx-plan", "--lynx-planner opt"]),
+        (
+            ["--group-query-attention", "--num-query-groups", "1", "--tensor-model-parallel-size", "2"],
+            ["--num-query-groups 1", "--num-query-groups 2 works"],
+        ),
+    ],
+)  # fmt: skip
+def test_real_flags_are_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_arguments(parsed(monkeypatch, "--recompute-method", "lynx", *flags))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", [["--lynx-budget", "8GiB"], ["--lynx-partition", "search"]])
+def test_lynx_flags_need_the_method(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"{flags[0]} {flags[1]} needs --recompute-method lynx"):
+        check_arguments(parsed(monkeypatch, *flags))
+
+
+def test_no_flag_of_the_users_is_changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    args = parsed(monkeypatch, "--recompute-method", "lynx", "--lynx-budget", "8GiB")
+    before: dict[str, Any] = dict(vars(args))
+    check_arguments(args)
+    assert vars(args) == before
