@@ -6,6 +6,7 @@ without recomputation) and its budget (the device's memory less what is static).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,18 +18,11 @@ from megatron_lynx.partition.layout import chunks_of
 from megatron_lynx.plan import LayerPlan, StagePlan, Window
 from megatron_lynx.planner import PlannedStage, SolveOptions, StageProblem
 from megatron_lynx.schedule import has_forward_windows, in_flight
-from megatron_lynx.simulator.engine import SimJob, iteration_ns, sim_stage, simulate
+from megatron_lynx.simulator.engine import SimStage, iteration_ns, play, program, sim_stage
 from megatron_lynx.units import GIB, format_bytes
 
 Split = tuple[int, ...]
 """Layers of each virtual stage: chunk 0 of every rank, then chunk 1 of every rank, and so on."""
-
-
-def even_split(job: Job) -> Split:
-    """As many layers on every virtual stage; the first ones take one more if they do not divide."""
-    stages = job.parallel.pp * job.parallel.vpp
-    base, rest = divmod(job.model.num_layers, stages)
-    return tuple(base + (1 if i < rest else 0) for i in range(stages))
 
 
 def stage_problem(
@@ -55,18 +49,6 @@ def stage_problem(
     )
 
 
-def sim_job(job: Job, stages: Sequence[PlannedStage]) -> SimJob:
-    """What the simulator is to run."""
-    return SimJob(
-        stages=tuple(stage.plan for stage in stages),
-        graph=stages[0].graph,
-        table=job.costs,
-        parallel=job.parallel,
-        microbatches=job.microbatches,
-        workspace_bytes=job.workspace_bytes,
-    )
-
-
 def _keep(stage: int, chunks: tuple[tuple[int, ...], ...]) -> StagePlan:
     layers = tuple(LayerPlan(layer=layer) for chunk in chunks for layer in chunk)
     return StagePlan(stage=stage, chunks=chunks, layers=layers)
@@ -86,83 +68,241 @@ def relabel(plan: StagePlan, chunks: tuple[tuple[int, ...], ...]) -> StagePlan:
     return StagePlan(stage=plan.stage, chunks=chunks, layers=tuple(layers))
 
 
+OVERLAPPING = frozenset({"windows", "heu", "mixed", "opt"})
+"""Planners that use the stall, whose length depends on what all stages do."""
+
+ROUNDS = 4
+
+_STALL_STEP = 16
+"""Stalls are rounded down to this fraction of a layer's forward, so that plans can be shared."""
+
+Key = tuple[int, tuple[int, ...], int, str]
+"""Stage, layers of each chunk, length of the stall, planner."""
+
+Pools = list[list[PlannedStage]]
+"""For each stage the plans to choose from."""
+
+
 class Bench:
-    """Plans stages of one job with one planner, and remembers what it planned.
+    """Plans stages of one job, and remembers what it planned.
 
     Stages with the same number of layers in each chunk differ only in the names of their layers,
-    so a plan is made once and relabelled.
+    so a plan is made once, with layers numbered from 0, and placed later.
+
+    How long a stage stalls depends on the plans of all stages: what it rebuilds on demand eats up
+    its own stall and may lengthen those of others. So several lengths are tried, and of all plans
+    made for a stage the ones are taken that make the *simulated* step shortest. ``time_limit_s``
+    bounds the solving of a whole split by ``opt``; ``options`` that of one stage.
     """
 
-    def __init__(self, job: Job, planner: str, options: SolveOptions) -> None:
-        self.job, self.planner, self.options = job, planner, options
-        self._plans: dict[tuple[int, tuple[int, ...], int], PlannedStage | InfeasibleError] = {}
-        self._stalls: dict[Split, tuple[int, ...]] = {}
+    def __init__(self, job: Job, options: SolveOptions, time_limit_s: float) -> None:
+        self.job, self.options, self.time_limit_s = job, options, time_limit_s
+        self._plans: dict[Key, PlannedStage | InfeasibleError] = {}
+        self._times: dict[int, SimStage] = {}
+        self._stalls: dict[int, int] = {}
 
-    def stalls(self, split: Split) -> tuple[int, ...]:
-        """The steady wait of each stage before a backward, without any recomputation."""
-        if split not in self._stalls:
-            job, pp = self.job, self.job.parallel.pp
-            kept = tuple(_keep(stage, chunks_of(split, pp, stage)) for stage in range(pp))
-            run = simulate(
-                SimJob(
-                    stages=kept,
-                    graph=job.graph,
-                    table=job.costs,
-                    parallel=job.parallel,
-                    microbatches=job.microbatches,
-                )
-            )
-            self._stalls[split] = tuple(run.stall_ns(stage) for stage in range(pp))
-        return self._stalls[split]
-
-    def stage(self, stage: int, layers: tuple[int, ...], stall_ns: int) -> PlannedStage:
+    def stage(
+        self,
+        stage: int,
+        layers: tuple[int, ...],
+        planner: str,
+        stall_ns: int = 0,
+        limit_s: float | None = None,
+    ) -> PlannedStage:
         """Plan rank ``stage`` with so many layers in each chunk, numbered from 0.
 
         Raises:
             InfeasibleError: with the smallest memory of the device that would do.
         """
-        key = (stage, layers, stall_ns)
+        key = (stage, layers, stall_ns, planner)
         if key not in self._plans:
-            self._plans[key] = self._solve(stage, layers, stall_ns)
+            self._plans[key] = self._solve(key, limit_s)
         found = self._plans[key]
         if isinstance(found, InfeasibleError):
             raise found
         return found
 
-    def _solve(self, stage: int, layers: tuple[int, ...], stall_ns: int) -> PlannedStage | InfeasibleError:
-        chunks = chunks_of(layers, 1, 0)
-        problem = stage_problem(self.job, stage, chunks, stall_ns)
+    def _solve(self, key: Key, limit_s: float | None) -> PlannedStage | InfeasibleError:
+        stage, layers, stall_ns, planner = key
+        problem = stage_problem(self.job, stage, chunks_of(layers, 1, 0), stall_ns)
+        options = self.options
+        if limit_s is not None:
+            options = replace(options, time_limit_s=min(options.time_limit_s, max(0.5, limit_s)))
         try:
-            return planners.plan(problem, self.planner, self.options)
+            planned = planners.plan(problem, planner, options)
         except InfeasibleError as error:
             static = self.job.memory_bytes - problem.budget_bytes
-            return _whole_device(self.job, error, static, self.planner)
+            return _whole_device(self.job, error, static, planner)
+        self._stalls[id(planned)] = stall_ns
+        return planned
 
-    def whole(self, split: Split) -> tuple[PlannedStage, ...]:
-        """Plan all stages of a split.
+    def layers(self, split: Split, stage: int) -> tuple[int, ...]:
+        """Layers in each chunk of rank ``stage``."""
+        return tuple(split[stage :: self.job.parallel.pp])
+
+    def whole(self, split: Split, planner: str) -> tuple[PlannedStage, ...]:
+        """Plan all stages of a split alone, without stalls.
 
         Raises:
             InfeasibleError: of the stage that lacks most.
         """
-        pp, stalls = self.job.parallel.pp, self.stalls(split)
-        found, errors = [], []
-        for stage in range(pp):
-            chunks = chunks_of(split, pp, stage)
+        pools = self._pools()
+        return self._pick(pools, self._offer(pools, split, planner, [0] * len(pools)))
+
+    def best(self, split: Split, planner: str, rounds: int = ROUNDS) -> tuple[PlannedStage, ...]:
+        """The plans of all stages of a split that make the simulated step shortest.
+
+        For ``opt`` the choice includes what ``heu`` and ``checkmate`` plan, so it is never worse.
+        ``rounds`` is how often stalls are taken from the plans made for the stalls before.
+
+        Raises:
+            InfeasibleError: of the stage that lacks most.
+        """
+        if planner not in OVERLAPPING or self.job.parallel.pp == 1:
+            return self.whole(split, planner)
+        pools, started = self._pools(), time.monotonic()
+        if planner != "opt":
+            return self._pick(pools, self._settle(pools, split, planner, rounds))
+        self._settle(pools, split, "heu", rounds)
+        self._offer(pools, split, "checkmate", [0] * len(pools))
+        stalls = self._made_for(pools) or self.free_stalls(split)
+        errors = self._offer(pools, split, "opt", stalls, started + self.time_limit_s / 2)
+        if not errors:
+            again = self.stalls(self._pick(pools))
+            self._offer(pools, split, "opt", again, started + self.time_limit_s)
+        return self._pick(pools, errors)
+
+    def _pools(self) -> Pools:
+        return [[] for _ in range(self.job.parallel.pp)]
+
+    def _made_for(self, pools: Pools) -> tuple[int, ...] | None:
+        """The stalls that the best plans so far were made for; None if a stage has no plan."""
+        return tuple(self._stalls[id(plan)] for plan in self._pick(pools)) if all(pools) else None
+
+    def _offer(
+        self,
+        pools: Pools,
+        split: Split,
+        planner: str,
+        stalls: Sequence[int],
+        deadline: float | None = None,
+    ) -> list[InfeasibleError]:
+        """Add a plan for each stage to its pool; returns why some stages got none.
+
+        The time until ``deadline`` is shared by the stages that are still to come.
+        """
+        errors = []
+        for stage, pool in enumerate(pools):
+            left = None if deadline is None else (deadline - time.monotonic()) / (len(pools) - stage)
             try:
-                planned = self.stage(stage, tuple(map(len, chunks)), stalls[stage])
+                planned = self.stage(stage, self.layers(split, stage), planner, stalls[stage], left)
             except InfeasibleError as error:
                 errors.append(error)
                 continue
-            found.append(replace(planned, plan=relabel(planned.plan, chunks)))
-        if errors:
-            raise max(errors, key=lambda error: error.needed_bytes)
-        return tuple(found)
+            if all(planned is not other for other in pool):
+                pool.append(planned)
+        return errors
+
+    def _settle(self, pools: Pools, split: Split, planner: str, rounds: int) -> list[InfeasibleError]:
+        """Offer plans for no stalls at all, for stalls as they are without recomputation, then as
+        the plans make them, until they repeat."""
+        errors = self._offer(pools, split, planner, [0] * len(pools))
+        stalls, seen = self.free_stalls(split), set[tuple[int, ...]]()
+        for _ in range(rounds):
+            if stalls in seen:
+                break
+            seen.add(stalls)
+            self._offer(pools, split, planner, stalls)
+            if not all(pools):
+                break
+            made = [self._plans[s, self.layers(split, s), stalls[s], planner] for s in range(len(pools))]
+            if any(isinstance(plan, InfeasibleError) for plan in made):
+                break
+            stalls = self.stalls([plan for plan in made if isinstance(plan, PlannedStage)])
+        return errors
+
+    def _pick(
+        self, pools: Sequence[Sequence[PlannedStage]], errors: Sequence[InfeasibleError] = ()
+    ) -> tuple[PlannedStage, ...]:
+        """One plan from each pool: the best of each position, then stage by stage while it helps.
+
+        At equal time the one that rebuilds least on demand, then least in all.
+
+        Raises:
+            InfeasibleError: a pool is empty; of ``errors`` the one of the stage that lacks most.
+        """
+        if not all(pools):
+            empty = {stage for stage, pool in enumerate(pools) if not pool}
+            raise max((e for e in errors if e.stage in empty), key=lambda error: error.needed_bytes)
+
+        def cost(stages: Sequence[PlannedStage]) -> tuple[int, int, int]:
+            exposed = sum(s.report.exposed_ns for s in stages)
+            return self.score(stages), exposed, sum(s.report.hidden_ns for s in stages)
+
+        rows = [[pool[min(i, len(pool) - 1)] for pool in pools] for i in range(max(map(len, pools)))]
+        best = min(rows, key=cost)
+        value, moved = cost(best), True
+        while moved:
+            moved = False
+            for stage, pool in enumerate(pools):
+                for other in pool:
+                    trial = [*best[:stage], other, *best[stage + 1 :]]
+                    if other is not best[stage] and (worth := cost(trial)) < value:
+                        best, value, moved = trial, worth, True
+        return tuple(best)
+
+    def _kept(self, split: Split) -> list[SimStage]:
+        """The stages' times without any recomputation, whatever memory says."""
+        job, pp = self.job, self.job.parallel.pp
+        return [
+            sim_stage(
+                _keep(stage, chunks_of(split, pp, stage)),
+                job.graph,
+                job.costs,
+                job.parallel,
+                job.microbatches,
+            )
+            for stage in range(pp)
+        ]
+
+    def free_stalls(self, split: Split) -> tuple[int, ...]:
+        """The stalls of a split without any recomputation."""
+        return self.stalls(self._kept(split))
+
+    def stalls(self, stages: Sequence[PlannedStage | SimStage]) -> tuple[int, ...]:
+        """The steady wait of each stage before a backward."""
+        job = self.job
+        times = [s if isinstance(s, SimStage) else self.times(s) for s in stages]
+        run = play(program(job.parallel, job.microbatches), times, job.costs.p2p_ns)
+        step = max(1, job.costs.layer.layer_forward_ns // _STALL_STEP)
+        return tuple(run.stall_ns(stage) // step * step for stage in range(job.parallel.pp))
+
+    def times(self, stage: PlannedStage) -> SimStage:
+        """The times of a planned stage."""
+        if id(stage) not in self._times:
+            job = self.job
+            self._times[id(stage)] = sim_stage(
+                stage.plan, stage.graph, job.costs, job.parallel, job.microbatches
+            )
+        return self._times[id(stage)]
 
     def score(self, stages: Sequence[PlannedStage]) -> int:
         """Simulated time of a step, without the optimizer."""
         job = self.job
-        times = [sim_stage(s.plan, s.graph, job.costs, job.parallel, job.microbatches) for s in stages]
-        return iteration_ns(times, job.parallel, job.microbatches, job.costs.p2p_ns)
+        return iteration_ns([self.times(s) for s in stages], job.parallel, job.microbatches, job.costs.p2p_ns)
+
+    def iteration(self, stages: Sequence[PlannedStage]) -> int:
+        """Simulated time of a step with the optimizer of the rank with most parameters."""
+        job = self.job
+        counts = [job.footprint(s.plan.stage, len(s.plan.layers)).parameters for s in stages]
+        return self.score(stages) + job.step_ns(max(counts))
+
+    def placed(self, split: Split, stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
+        """The same plans with the layers' global numbers."""
+        pp = self.job.parallel.pp
+        return tuple(
+            replace(s, plan=relabel(s.plan, chunks_of(split, pp, rank))) for rank, s in enumerate(stages)
+        )
 
 
 def _whole_device(job: Job, error: InfeasibleError, static: int, planner: str) -> InfeasibleError:

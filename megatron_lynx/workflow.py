@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_lynx import planner as planners
-from megatron_lynx.bench import Bench, Split, even_split, sim_job
+from megatron_lynx.bench import Bench, Split
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError, InfeasibleError, PlanError
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job, make_job
+from megatron_lynx.partition.balance import Evaluations, Partition, even, greedy, search
 from megatron_lynx.partition.layout import Layout, parse_layout
 from megatron_lynx.plan import Plan, fingerprint
 from megatron_lynx.planner import PlannedStage, SolveOptions
@@ -44,11 +45,22 @@ PARTITIONS = ("keep", "greedy", "search")
 MEGATRON_METHODS = ("none", "full-uniform", "full-block", "selective")
 """What Megatron can do without lynx."""
 
-METHODS = (*MEGATRON_METHODS, "tail-free", "checkmate", "adapipe", "heu", "opt")
+METHODS = tuple(
+    name
+    for name in (*MEGATRON_METHODS, "tail-free", "checkmate", "adapipe", "heu", "opt")
+    if name in planners.PLANNERS
+)
 """All methods, in the order of a comparison."""
 
 _ONE_NUMBER = ("full-uniform", "full-block")
 """Methods with a number that Megatron has once for all stages."""
+
+
+TIME_LIMIT_S = 40.0
+"""What ``opt`` may take for one split of a job."""
+
+OPTIONS = SolveOptions(relative_gap=0.01)
+"""A stage is solved to within a hundredth of what it rebuilds on demand."""
 
 
 def planner_names() -> tuple[str, ...]:
@@ -58,7 +70,7 @@ def planner_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A planned job: the plan, what each stage's planner reported, and the simulated step.
+    """A planned job: the plan, and what each stage's planner reported.
 
     ``simulated_ns`` is from the first forward to the last backward; ``iteration_ns`` adds the
     optimizer's step.
@@ -72,7 +84,7 @@ class Planned:
 
     def timeline(self) -> Timeline:
         """Simulate the step in full."""
-        return simulate(sim_job(self.job, self.stages))
+        return timeline_of(self.job, self.plan)
 
     def row(self, method: str | None = None) -> Row:
         """The numbers of this plan."""
@@ -113,36 +125,40 @@ def _stage_row(job: Job, planned: PlannedStage) -> StageRow:
     )
 
 
-def _one_number(job: Job, method: str, split: Split, options: SolveOptions) -> Bench:
+def _one_number(bench: Bench, method: str, split: Split) -> str:
     """Megatron's full recomputation has one number for all stages: the smallest that fits them all.
 
     Each stage alone would do with its own; the largest of those is where the search begins.
+
+    Raises:
+        InfeasibleError: no number fits.
     """
-    alone = Bench(job, method, options).whole(split)
+    alone = bench.whole(split, method)
     number = max(int(stage.report.planner.rpartition("-")[2]) for stage in alone)
     while True:
-        bench = Bench(job, f"{method}-{number}", options)
         try:
-            bench.whole(split)
+            bench.whole(split, f"{method}-{number}")
         except InfeasibleError:
             if number >= max(split):
                 raise
             number += 1
             continue
-        return bench
+        return f"{method}-{number}"
 
 
-def _assemble(job: Job, bench: Bench, split: Split) -> Planned:
+def _assemble(bench: Bench, planner: str, split: Split) -> Planned:
     """Plan every stage of a split and put the parts together."""
-    stages = bench.whole(split)
-    simulated = bench.score(stages)
+    job = bench.job
+    if planner in _ONE_NUMBER:
+        planner = _one_number(bench, planner, split)
+    local = bench.best(split, planner)
+    stages = bench.placed(split, local)
     layout = job.layout
-    if layout is None and len(set(split)) > 1:
+    if split != given_split(job) or (layout is None and len(set(split)) > 1):
         layout = str(Layout.from_counts(split, job.parallel.pp))
-    most = max(job.footprint(s.plan.stage, len(s.plan.layers)).parameters for s in stages)
     whole = Plan(
-        planner=bench.planner,
-        fingerprint=fingerprint(job.model, job.parallel, job.batch, job.graph, job.memory_bytes),
+        planner=planner,
+        fingerprint=fingerprint(job.model, job.parallel, job.batch, job.graph),
         layout=layout,
         stages=tuple(stage.plan for stage in stages),
     )
@@ -150,9 +166,31 @@ def _assemble(job: Job, bench: Bench, split: Split) -> Planned:
         job=job,
         plan=whole,
         stages=stages,
-        simulated_ns=simulated,
-        iteration_ns=simulated + job.step_ns(most),
+        simulated_ns=bench.score(local),
+        iteration_ns=bench.iteration(local),
     )
+
+
+def _searched(bench: Bench, planner: str, partition: str) -> Split:
+    """The split that ``partition`` finds for a planner; for ``opt``, by way of ``heu``.
+
+    Raises:
+        InfeasibleError: no split fits (``greedy``: the one it starts from does not).
+    """
+    job, pp = bench.job, bench.job.parallel.pp
+    quick = "heu" if planner in ("opt", "mixed") else planner
+    start = Partition(pp=pp, layers=given_split(job))
+    stalls = bench.free_stalls(start.layers)
+    evaluations = Evaluations(
+        plan_stage=lambda rank, layers: bench.stage(rank, layers, quick, stalls[rank]),
+        score=bench.iteration,
+        period=lambda stage: bench.times(stage).period_ns,
+        whole=lambda split: bench.best(split.layers, quick, rounds=1),
+    )
+    if partition == "greedy":
+        return greedy(start, evaluations).partition.layers
+    found = search(job.model.num_layers, pp, job.parallel.vpp, evaluations, job.microbatches)
+    return found.partition.layers
 
 
 def given_split(job: Job) -> Split:
@@ -162,7 +200,7 @@ def given_split(job: Job) -> Split:
         ConfigError: the layout is malformed, or has another number of layers or stages.
     """
     if job.layout is None:
-        return even_split(job)
+        return even(job.model.num_layers, job.parallel.pp, job.parallel.vpp).layers
     layout = parse_layout(job.layout, job.parallel.pp)
     layout.check_num_layers(job.model.num_layers)
     if layout.vpp != job.parallel.vpp:
@@ -177,24 +215,36 @@ def plan_job(
     job: Job,
     planner: str = "opt",
     partition: str = "keep",
-    options: SolveOptions | None = None,
+    options: SolveOptions = OPTIONS,
+    *,
+    time_limit_s: float = TIME_LIMIT_S,
 ) -> Planned:
     """Plan a job with one planner.
 
     ``partition`` is ``keep`` (the job's layout, or an even split), ``greedy`` (the paper's) or
-    ``search``.
+    ``search``, which is never worse than ``keep``. ``time_limit_s`` bounds solving by ``opt``.
 
     Raises:
         ConfigError: no planner or partition of that name, or a layout that is not this job's.
         InfeasibleError: no plan fits; names the stage and the smallest ``--budget`` that would.
     """
-    options = options or SolveOptions()
+    return _plan(Bench(job, options, time_limit_s), planner, partition)
+
+
+def _plan(bench: Bench, planner: str, partition: str) -> Planned:
     if partition not in PARTITIONS:
         raise ConfigError(f"--partition {partition!r} is unknown; {', '.join(PARTITIONS)} works")
-    split = given_split(job)
-    if planner in _ONE_NUMBER:
-        return _assemble(job, _one_number(job, planner, split, options), split)
-    return _assemble(job, Bench(job, planner, options), split)
+    given = given_split(bench.job)
+    if partition == "keep" or bench.job.parallel.pp == 1:
+        return _assemble(bench, planner, given)
+    found = []
+    for split in dict.fromkeys((_searched(bench, planner, partition), given)):
+        try:
+            found.append(_assemble(bench, planner, split))
+        except InfeasibleError:
+            if split != given:
+                raise
+    return min(found, key=lambda planned: planned.iteration_ns)
 
 
 def check_plan(job: Job, plan: Plan) -> None:
@@ -203,7 +253,7 @@ def check_plan(job: Job, plan: Plan) -> None:
     Raises:
         PlanError: another job, or stages and chunks that are not this job's.
     """
-    own = fingerprint(job.model, job.parallel, job.batch, job.graph, job.memory_bytes)
+    own = fingerprint(job.model, job.parallel, job.batch, job.graph)
     if plan.fingerprint != own:
         raise PlanError(
             f"the plan was made for another job (fingerprint {plan.fingerprint}, this job's is {own}); "
@@ -249,7 +299,7 @@ def plan_with_costs(
     partition: str = "keep",
     layout: str | None = None,
     distributed_optimizer: bool = False,
-    options: SolveOptions | None = None,
+    options: SolveOptions = OPTIONS,
 ) -> Plan:
     """The plan of a training run whose costs were measured, for use at its start.
 
@@ -279,21 +329,22 @@ def compare(
     methods: Iterable[str] = METHODS,
     *,
     partitioned: Iterable[str] = ("heu", "opt"),
-    options: SolveOptions | None = None,
+    options: SolveOptions = OPTIONS,
+    time_limit_s: float = TIME_LIMIT_S,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Row, ...]:
     """Every method on the job's own split, then those of ``partitioned`` with ``search``.
 
     A method that does not fit gives a row that says why. ``progress`` is told what comes next.
     """
-    rows = []
+    rows, bench = [], Bench(job, options, time_limit_s)
     chosen = [(method, "keep") for method in methods] + [(method, "search") for method in partitioned]
     for method, partition in chosen:
         name = method if partition == "keep" else f"{method} + {partition}"
         if progress is not None:
             progress(name)
         try:
-            planned = plan_job(job, method, partition, options)
+            planned = _plan(bench, method, partition)
             made = planned.plan.planner if partition == "keep" else f"{planned.plan.planner} + {partition}"
             rows.append(planned.row(made))
         except InfeasibleError as error:
