@@ -10,6 +10,7 @@ import re
 import time
 
 from megatron_lynx.errors import ConfigError, PlanError
+from megatron_lynx.planner.adapipe import adapipe
 from megatron_lynx.planner.baselines import (
     full_block,
     full_uniform,
@@ -45,6 +46,7 @@ PLANNERS: dict[str, Planner] = {
     "selective": selective,
     "tail-free": tail_free,
     "checkmate": checkmate,
+    "adapipe": adapipe,
     "windows": windows,
     "heu": heu,
     "mixed": mixed,

@@ -1,8 +1,9 @@
 """``windows``: a plain greedy planner, and the sequence of plans it walks through.
 
 Fill the windows with what fits, at no cost on the critical path, whether memory is short or not;
-then, while it is over the budget, drop more on demand, the cheapest per byte first. The sequence does not depend on the budget,
-so more memory never costs more, and the smallest budget is the lowest peak in it.
+then, while it is over the budget, drop more on demand, the cheapest per byte first. The sequence does
+not depend on the budget, so more memory never costs more, and the smallest budget is the lowest peak
+in it.
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ def _sequence(problem: StageProblem) -> Iterator[tuple[Stage, tuple[int, ...]]]:
         if not _bytes(problem, name):
             continue
         for layer in problem.backward_order[::-1]:
-            if name not in stage[layer] and not _window_reader(problem, stage[layer], name):
-                stage[layer][name] = "demand"
-                _with_unsaved(problem, names, stage[layer], name)
+            if stage[layer].get(name) != "demand":
+                _drop(problem, names, stage[layer], name)
                 yield stage, (layer,)
     everything: dict[str, Choice] = dict.fromkeys(names, "demand")
     yield dict.fromkeys(problem.layers, everything), problem.layers
@@ -57,23 +57,18 @@ def _bytes(problem: StageProblem, name: str) -> int:
     return sum(s.size_bytes for s in problem.graph.produced_by(name) if s.saved_by)
 
 
-def _window_reader(problem: StageProblem, made: dict[str, Choice], name: str) -> bool:
-    """Whether a region that is rebuilt in a window reads ``name``."""
-    return any(
-        isinstance(made.get(reader), Window)
-        for s in problem.graph.produced_by(name)
-        for reader in problem.graph.readers(s.name)
-    )
-
-
-def _with_unsaved(problem: StageProblem, names: tuple[str, ...], made: dict[str, Choice], name: str) -> None:
-    """Drop, with ``name``, what it reads and no backward saves, if that needs no collective."""
+def _drop(problem: StageProblem, names: tuple[str, ...], made: dict[str, Choice], name: str) -> None:
+    """Rebuild ``name`` on demand, and with it what a window was to make from it; what it reads and no
+    backward saves is dropped too, if that needs no collective."""
+    made[name] = "demand"
+    for storage in problem.graph.produced_by(name):
+        for reader in problem.graph.readers(storage.name):
+            if isinstance(made.get(reader), Window):
+                _drop(problem, names, made, reader)
     for source in problem.graph.inputs_of(name):
         plain = source in names and not problem.graph.region(source).communicates
-        free = source not in made and not _bytes(problem, source)
-        if plain and free and not _window_reader(problem, made, source):
-            made[source] = "demand"
-            _with_unsaved(problem, names, made, source)
+        if plain and source not in made and not _bytes(problem, source):
+            _drop(problem, names, made, source)
 
 
 def _fill(problem: StageProblem, names: tuple[str, ...], stage: Stage) -> None:
@@ -90,6 +85,8 @@ def _fill(problem: StageProblem, names: tuple[str, ...], stage: Stage) -> None:
                 work = problem.work_ns(name, window)
                 if work > room[window] or not problem.serves(window, layer, name):
                     continue
+                if window.layer == layer and window.kind == "bwd":
+                    continue  # on-demand work may need the region before its own window opens
                 if single and window.kind != "bwd":
                     continue
                 if _ready(problem, stage[layer], name, window, order):

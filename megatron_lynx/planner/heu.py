@@ -32,7 +32,7 @@ def heu(problem: StageProblem, options: SolveOptions) -> Answer:
         return Answer(plan=plain, status="optimal", bound_ns=0)
     stage = _PolicyModel(problem, options, budget=True)
     solution = stage.solve()
-    if solution.status == "infeasible":
+    if not solution.values:
         raise infeasible(problem, "heu", smallest_budget(problem, options))
     plan = expand(problem, stage.policy(solution))
     bound = None if options.soft else max(0, round(solution.bound * 1000 - 0.5))

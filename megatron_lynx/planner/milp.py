@@ -90,16 +90,16 @@ class Model:
         target: float | None = None,
     ) -> Solution:
         """Minimise. ``deadline`` is a ``time.monotonic`` instant, ``hint`` values of the integer
-        variables in a known solution, ``target`` an objective that is good enough to stop at."""
-        # The public class registers callbacks, which prints HiGHS's banner on stdout.
-        highs = highspy._core._Highs()
-        highs.setOptionValue("output_flag", False)
-        highs.setOptionValue("threads", options.threads)
-        highs.setOptionValue("random_seed", options.seed)
-        highs.setOptionValue("mip_rel_gap", options.relative_gap)
+        variables in a known solution, ``target`` an objective that is good enough to stop at.
+
+        HiGHS 1.16 may improve a hint while it presolves, report the better objective, and hand the
+        hint's values back. So the objective is computed again, and if it differs, the model is
+        solved once more without the hint.
+        """
+        if not self.costs:  # HiGHS does not look at the rows of a model without columns
+            self.variable()
+        highs = _solver(options, deadline)
         highs.setOptionValue("mip_abs_gap", absolute_gap)
-        left = math.inf if deadline is None else max(0.05, deadline - time.monotonic())
-        highs.setOptionValue("time_limit", left)
         if target is not None:
             highs.setOptionValue("objective_target", target)
         highs.passModel(self._lp())
@@ -107,16 +107,33 @@ class Model:
             places = np.array(list(hint), dtype=np.int32)
             highs.setSolution(len(places), places, np.array(list(hint.values())))
         highs.run()
-        return _read(highs)
+        found = self._read(highs)
+        claimed = highs.getInfo().objective_function_value
+        if hint is None or not found.values or abs(claimed - found.objective) <= absolute_gap / 2:
+            return found
+        again = self.solve(options, deadline=deadline, absolute_gap=absolute_gap, target=target)
+        return again if again.objective < found.objective else found
+
+    def _read(self, highs: Any) -> Solution:
+        status, info = highs.getModelStatus(), highs.getInfo()
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return Solution("infeasible", (), math.inf, math.inf)
+        bound = float(info.mip_dual_bound)
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return Solution("limit", (), math.inf, bound)
+        values = np.array(highs.getSolution().col_value)
+        objective = float(values @ np.array(self.costs))
+        done = status == highspy.HighsModelStatus.kOptimal
+        return Solution("optimal" if done else "limit", tuple(values.tolist()), objective, bound)
 
 
-def _read(highs: Any) -> Solution:
-    status, info = highs.getModelStatus(), highs.getInfo()
-    if status == highspy.HighsModelStatus.kInfeasible:
-        return Solution("infeasible", (), math.inf, math.inf)
-    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    values = tuple(highs.getSolution().col_value) if found else ()
-    done = status == highspy.HighsModelStatus.kOptimal
-    bound = info.mip_dual_bound if any(True for _ in values) or not done else -math.inf
-    objective = info.objective_function_value if found else math.inf
-    return Solution("optimal" if done and found else "limit", values, objective, bound)
+def _solver(options: SolveOptions, deadline: float | None) -> Any:
+    """A silent HiGHS. (Its public class registers callbacks, which prints a banner on stdout.)"""
+    highs = highspy._core._Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("threads", options.threads)
+    highs.setOptionValue("random_seed", options.seed)
+    highs.setOptionValue("mip_rel_gap", options.relative_gap)
+    left = math.inf if deadline is None else max(0.05, deadline - time.monotonic())
+    highs.setOptionValue("time_limit", left)
+    return highs
