@@ -1,0 +1,157 @@
+"""Functions that run inside ranks: single layers under a session, driven by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_lynx.integration.binding import transformer_layers
+from megatron_lynx.integration.install import install
+from megatron_lynx.integration.session import Session
+from tests.megatron_cpu.lynx_ranks import EVERYTHING, parallel_of, stage_plan
+from tests.support.small_gpt import MICRO_BATCH, SEQUENCE, train_small_gpt
+
+Check = Callable[[list[Any], dict[str, Any]], list[str]]
+
+
+def _with_model(model: dict[str, Any], check: Check) -> list[str]:
+    """Build a model, run ``check`` on it, train one step for good measure."""
+    found: list[str] = []
+
+    @contextlib.contextmanager
+    def around(chunks: list[Any]) -> Iterator[Callable[..., Any]]:
+        found.extend(check(chunks, model))
+        yield lambda schedule: schedule
+
+    train_small_gpt(steps=1, around=around, **model)
+    return found
+
+
+@contextlib.contextmanager
+def _session(chunks: list[Any], model: dict[str, Any], plan: str) -> Iterator[Session]:
+    parallel = parallel_of(model)
+    owned = tuple(tuple(layer.layer_number - 1 for layer in ls) for ls in transformer_layers(chunks))
+    with install() as hooks:
+        session = Session(hooks, stage_plan(plan, 0, owned, parallel), parallel, chunks)
+        yield session
+        session.close()
+
+
+def _hidden(seed: int = 7) -> torch.Tensor:
+    draws = torch.Generator().manual_seed(seed)
+    return torch.randn(SEQUENCE, MICRO_BATCH, 32, generator=draws).requires_grad_()
+
+
+def _input_gradients(layer: Any, positional: bool) -> list[torch.Tensor]:
+    """Gradients of the input and of a differentiable rotary embedding, which only comes by keyword."""
+    model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+    hidden = _hidden()
+    rotary = torch.linspace(0, 1, SEQUENCE * 8).reshape(SEQUENCE, 1, 1, 8).requires_grad_()
+    arguments = {"attention_mask": None, "rotary_pos_emb": rotary}
+    out = layer(hidden, **arguments) if positional else layer(hidden_states=hidden, **arguments)
+    return list(torch.autograd.grad(out[0].square().sum(), [hidden, rotary]))
+
+
+def keyword_gradients(rank: int, world_size: int, model: dict[str, Any]) -> list[str]:
+    """Whether inputs by keyword and by position get stock Megatron's gradients; what differs."""
+
+    def check(chunks: list[Any], model: dict[str, Any]) -> list[str]:
+        layer = transformer_layers(chunks)[0][0]
+        stock = _input_gradients(layer, positional=True)
+        different = []
+        for positional in (True, False):
+            with _session(chunks, model, "full"):
+                ours = _input_gradients(layer, positional)
+            if not all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True)):
+                different.append(f"gradients, positional={positional}")
+        return different
+
+    return _with_model(model, check)
+
+
+def any_order(rank: int, world_size: int, model: dict[str, Any]) -> list[str]:
+    """Three microbatches in flight in the same layers, rebuilt in random order, some twice, and run
+    backward in random order: what differs from stock."""
+
+    def check(chunks: list[Any], model: dict[str, Any]) -> list[str]:
+        layers = transformer_layers(chunks)[0]
+        different = []
+        for seed in range(6):
+            stock = _three_microbatches(layers, None, seed)
+            with _session(chunks, model, "full") as session:
+                ours = _three_microbatches(layers, session, seed)
+                left = session.executor.open_tapes()
+            if not all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True)):
+                different.append(f"gradients, order {seed}")
+            if left:
+                different.append(f"{len(left)} tapes are open, order {seed}")
+        return different
+
+    return _with_model(model, check)
+
+
+def _three_microbatches(layers: list[Any], session: Session | None, seed: int) -> list[torch.Tensor]:
+    draw = random.Random(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    inputs = [_hidden(i) for i in range(3)]
+    outputs = []
+    for hidden in inputs:
+        state = hidden
+        for layer in layers:
+            state = layer(hidden_states=state, attention_mask=None)[0]
+        outputs.append(state)
+    order = [0, 1, 2]
+    draw.shuffle(order)
+    gradients = {}
+    for microbatch in order:
+        if session is not None:
+            tapes = session.executor.open_tapes()
+            for _ in range(40):
+                draw.choice(tapes).rebuild_label(draw.choice(EVERYTHING))
+        weights = [layer.mlp.linear_fc1.weight for layer in layers]
+        loss = outputs[microbatch].square().sum()
+        gradients[microbatch] = torch.autograd.grad(loss, [inputs[microbatch], *weights])
+    return [gradient for i in range(3) for gradient in gradients[i]]
+
+
+def groups_come_from_layers(rank: int, world_size: int, model: dict[str, Any]) -> list[str]:
+    """Global state names another group than the layers' own; windows must open all the same."""
+
+    def check(chunks: list[Any], model: dict[str, Any]) -> list[str]:
+        layer = transformer_layers(chunks)[0][0]
+        honest = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
+        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = torch.distributed.group.WORLD
+        try:
+            with _session(chunks, model, "windows") as session:
+                out = layer(hidden_states=_hidden(), attention_mask=None)[0]
+                torch.autograd.grad(out.sum(), layer.mlp.linear_fc1.weight)
+                rebuilt = session.executor.record.rebuilt_storages
+        finally:
+            parallel_state._TENSOR_MODEL_PARALLEL_GROUP = honest
+        return [] if rebuilt["bwd"] else [f"no window opened: {dict(rebuilt)}"]
+
+    return _with_model(model, check)
+
+
+def second_backward(rank: int, world_size: int, model: dict[str, Any]) -> list[str]:
+    """The message of the error that a second backward pass gets."""
+
+    def check(chunks: list[Any], model: dict[str, Any]) -> list[str]:
+        layer = transformer_layers(chunks)[0][0]
+        with _session(chunks, model, "full"):
+            hidden = _hidden()
+            out = layer(hidden_states=hidden, attention_mask=None)[0].sum()
+            torch.autograd.grad(out, hidden, retain_graph=True)
+            try:
+                torch.autograd.grad(out, hidden)
+            except Exception as error:
+                return [f"{type(error).__name__}: {error}"]
+        return ["no error"]
+
+    return _with_model(model, check)
