@@ -265,6 +265,14 @@ class Bench:
             for stage in range(pp)
         ]
 
+    def needed(self, stage: int, layers: tuple[int, ...], planner: str) -> int:
+        """The smallest memory of a device with which some plan of ``planner`` fits."""
+        small = replace(self.job, memory_bytes=1)
+        key = (stage, layers, 0, planner)
+        found = Bench(small, self.options, self.time_limit_s)._solve(key, None)
+        assert isinstance(found, InfeasibleError)
+        return found.needed_bytes
+
     def free_stalls(self, split: Split) -> tuple[int, ...]:
         """The stalls of a split without any recomputation."""
         return self.stalls(self._kept(split))
@@ -307,13 +315,18 @@ class Bench:
 
 def _whole_device(job: Job, error: InfeasibleError, static: int, planner: str) -> InfeasibleError:
     """The error in terms of what the user set: memory of a device, static memory included."""
-    needed = static + error.needed_bytes
-    budget = f"{-(-needed * 100 // GIB) / 100:.2f}GiB"
+    return does_not_fit(job, error.stage, static + error.needed_bytes, static, planner)
+
+
+def does_not_fit(job: Job, stage: int, needed: int, static: int, planner: str) -> InfeasibleError:
+    """The error that ``planner`` cannot fit a stage, with the smallest ``--budget`` that would do."""
+    budget = f"--budget {-(-needed * 100 // GIB) / 100:.2f}GiB would fit"
+    if job.cluster is not None and needed > job.cluster.device.memory_bytes:
+        budget += f", but a device of {job.cluster.name} has less; a larger --tp or --pp helps"
     return InfeasibleError(
-        f"--planner {planner} does not fit stage {error.stage} into {format_bytes(job.memory_bytes)}: "
-        f"it needs {format_bytes(needed)} ({format_bytes(static)} of them static); --budget {budget} "
-        f"would fit",
-        stage=error.stage,
+        f"--planner {planner} does not fit stage {stage} into {format_bytes(job.memory_bytes)}: "
+        f"it needs {format_bytes(needed)} ({format_bytes(static)} of them static); {budget}",
+        stage=stage,
         budget_bytes=job.memory_bytes,
         needed_bytes=needed,
     )

@@ -150,5 +150,5 @@ def _check_even(model: Model, parallel: Parallel) -> None:
         flag, value, other = "--vpp", parallel.vpp, f"--vpp {works}"
     raise ConfigError(
         f"{flag} {value} does not divide --num-layers {model.num_layers} into {stages} equal stages; "
-        f"{other} works, or --partition search, or a --layout"
+        f"{other} works, or an uneven --layout"
     )

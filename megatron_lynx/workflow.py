@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_lynx import planner as planners
-from megatron_lynx.bench import Bench, Split
+from megatron_lynx.bench import Bench, Split, does_not_fit
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError, InfeasibleError, PlanError
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.partition.balance import Evaluations, Partition, even, greedy, search
 from megatron_lynx.partition.layout import Layout, parse_layout
+from megatron_lynx.partition.seeds import bottleneck
 from megatron_lynx.plan import Plan, fingerprint
 from megatron_lynx.planner import PlannedStage, SolveOptions
 from megatron_lynx.planner.baselines import megatron_graph
@@ -45,11 +46,7 @@ PARTITIONS = ("keep", "greedy", "search")
 MEGATRON_METHODS = ("none", "full-uniform", "full-block", "selective")
 """What Megatron can do without lynx."""
 
-METHODS = tuple(
-    name
-    for name in (*MEGATRON_METHODS, "tail-free", "checkmate", "adapipe", "heu", "opt")
-    if name in planners.PLANNERS
-)
+METHODS = (*MEGATRON_METHODS, "tail-free", "checkmate", "adapipe", "heu", "opt")
 """All methods, in the order of a comparison."""
 
 _ONE_NUMBER = ("full-uniform", "full-block")
@@ -189,8 +186,37 @@ def _searched(bench: Bench, planner: str, partition: str) -> Split:
     )
     if partition == "greedy":
         return greedy(start, evaluations).partition.layers
-    found = search(job.model.num_layers, pp, job.parallel.vpp, evaluations, job.microbatches)
+    try:
+        found = search(job.model.num_layers, pp, job.parallel.vpp, evaluations, job.microbatches)
+    except InfeasibleError as error:
+        return _roomiest(bench, planner, quick, error)
     return found.partition.layers
+
+
+def _roomiest(bench: Bench, planner: str, quick: str, error: InfeasibleError) -> Split:
+    """When ``quick`` finds no split: the one that needs least memory, if ``planner`` fits it.
+
+    Raises:
+        InfeasibleError: it does not; says which memory and which split would. With several chunks
+            per rank the splits are too many, and ``error`` is raised.
+    """
+    job, pp, total = bench.job, bench.job.parallel.pp, bench.job.model.num_layers
+    if job.parallel.vpp > 1:
+        raise error
+    needed = [{n: bench.needed(rank, (n,), quick) for n in range(1, total - pp + 2)} for rank in range(pp)]
+    split = bottleneck(needed, total)
+    if split is None:
+        raise error
+    own = needed
+    if planner != quick:
+        own = [{n: bench.needed(rank, (n,), planner)} for rank, n in enumerate(split)]
+    stage = max(range(pp), key=lambda rank: own[rank][split[rank]])
+    if own[stage][split[stage]] <= job.memory_bytes:
+        return split
+    static = job.footprint(stage, split[stage]).static_bytes
+    found = does_not_fit(job, stage, own[stage][split[stage]], static, planner)
+    found.args = (f"{found}, with {' '.join(map(str, split))} layers a stage",)
+    raise found from error
 
 
 def given_split(job: Job) -> Split:
@@ -328,7 +354,7 @@ def compare(
     job: Job,
     methods: Iterable[str] = METHODS,
     *,
-    partitioned: Iterable[str] = ("heu", "opt"),
+    partitioned: Iterable[str] = ("adapipe", "heu", "opt"),
     options: SolveOptions = OPTIONS,
     time_limit_s: float = TIME_LIMIT_S,
     progress: Callable[[str], None] | None = None,

@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("megatron_lynx.cli.compare", "all methods side by side: time, memory, speedup"),
     "explain": ("megatron_lynx.cli.explain", "what a plan drops, where it rebuilds it, where memory goes"),
     "simulate": ("megatron_lynx.cli.simulate", "run a plan's timeline; write a trace for Perfetto"),
+    "run": ("megatron_lynx.cli.run", "an unmodified Megatron script, with --recompute-method lynx"),
 }
 """Command name -> (module, one line of help)."""
 
@@ -32,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line on stderr and exit with code 2."""
         message = message.removeprefix("argument ")
-        if message.startswith(("unrecognized arguments", "the following arguments are required")):
+        if message.startswith("the following arguments are required"):
             message += f"; `{self.prog} --help` lists what works"
         self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {message}\n")
 
@@ -55,10 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in words if not word.startswith("-")), None)
     parser = build_parser(command)
     try:
-        args = parser.parse_args(words)
+        args, unknown = parser.parse_known_args(words)
         if args.command is None:
             parser.print_help()
             return EXIT_USER_ERROR
+        if unknown:
+            where = f"lynx {args.command}"
+            parser.exit(
+                EXIT_USER_ERROR,
+                f"{where}: error: {unknown[0]} is not a flag of it; `{where} --help` lists what works\n",
+            )
         module, _ = COMMANDS[args.command]
         code: int = import_module(module).run(args)
         return code
