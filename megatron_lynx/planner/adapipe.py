@@ -33,12 +33,13 @@ class Unit:
 def adapipe(problem: StageProblem, options: SolveOptions) -> Answer:
     """Save the units that buy most time, in as many layers as fit."""
     pricer, plain = Pricer(problem), stage_plan(problem, {})
-    if pricer.price(plain).peak_bytes <= problem.budget_bytes:
+    most = pricer.price(plain).peak_bytes
+    if most <= problem.budget_bytes:
         return Answer(plan=plain, status="heuristic")
     units = _units(problem)
     least = pricer.price(_plan(problem, units, [0] * len(units))).peak_bytes
     if least > problem.budget_bytes:
-        raise infeasible(problem, "adapipe", least)
+        raise infeasible(problem, "adapipe", min(least, most))
     saved = _knapsack(problem, units, options, problem.budget_bytes - least)
     return Answer(plan=_plan(problem, units, saved), status="heuristic")
 
@@ -48,9 +49,12 @@ def _units(problem: StageProblem) -> tuple[Unit, ...]:
     graph, names = problem.graph, candidates(problem.graph)
     found, taken = [], set[str]()
     for name in names:
-        stored = sum(s.size_bytes for s in graph.produced_by(name) if s.saved_by)
-        if not stored:
+        made = graph.produced_by(name)
+        if not any(s.saved_by for s in made):
             continue
+        # Another unit may need to read what no backward does: then a saved unit holds that too.
+        held = [s for s in made if s.saved_by or set(graph.readers(s.name)) & set(names)]
+        stored = sum(s.size_bytes for s in held)
         group, queue = [name], [name]
         while queue:
             for source in graph.inputs_of(queue.pop()):

@@ -58,16 +58,18 @@ class StageModel:
         return Scale.of(self.problem)
 
     def _passing(self) -> bool:
-        """Whether memory must be counted before any backward too: only if a region that no backward
-        saves can be rebuilt there, and let go of before the first backward (where else is more)."""
-        graph, costs = self.problem.graph, self.problem.costs
+        """Whether memory must be counted before any backward too: only if a storage that no backward
+        reads can be rebuilt there, and let go of before the first backward (where else is more)."""
+        graph, costs, names = self.problem.graph, self.problem.costs, candidates(self.problem.graph)
         early = [self.problem.capacity_ns(w) for w in self.windows if w.kind != "bwd"]
         longest = max(early, default=0)
         return any(
-            not any(s.saved_by for s in graph.produced_by(name))
-            and not graph.region(name).communicates
-            and (self.options.soft or costs.rebuild_ns(name, hidden=False) <= longest)
-            for name in candidates(graph)
+            not storage.saved_by
+            and storage.producer in names
+            and set(graph.readers(storage.name)) & set(names)
+            and not graph.region(storage.producer).communicates
+            and (self.options.soft or costs.rebuild_ns(storage.producer, hidden=False) <= longest)
+            for storage in graph.storages
         )
 
     def _alive(self, block: Block, level: int) -> list[Term]:

@@ -240,8 +240,10 @@ class _Referee:
         """Rebuild ``region`` on demand if it was dropped and is not at hand, after what it reads."""
         if region not in self.plans[layer].dropped or (layer, region) in self.expected:
             return
-        if isinstance(self.plans[layer].choice(region), Window):
-            self._fault("not-ready", point, layer, region)
+        choice = self.plans[layer].choice(region)
+        if isinstance(choice, Window):
+            late = not self.problem.serves(choice, layer, region)
+            self._fault("late" if late else "not-ready", str(choice) if late else point, layer, region)
             self.expected.add((layer, region))
             return
         for read in self.graph.region(region).reads:

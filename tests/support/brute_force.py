@@ -1,0 +1,204 @@
+"""The best plan of a small stage by looking at all of them: an oracle for ``opt``.
+
+Every assignment of every layer is a row of codes (-1 keep, a window's number, or the number of windows
+for on demand). Rows that break a rule go; the rest become vectors (exposed time, load of each window,
+bytes at each point), of which only those that no other one beats are combined with the next layer's.
+It is written from the rules in ``planner/problem.py`` and shares nothing with solvers or verifier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lynx.graph import INPUT, LayerGraph
+from megatron_lynx.plan import Window
+from megatron_lynx.planner.problem import StageProblem
+
+Array = NDArray[np.int64]
+KEEP = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The least exposed time (None if nothing fits) and the lowest peak of any plan."""
+
+    exposed_ns: int | None
+    lowest_bytes: int
+
+
+def droppable(graph: LayerGraph) -> list[str]:
+    """Regions that produce anything; to drop another one costs time for nothing."""
+    return [n for n in graph.names if n != INPUT and graph.produced_by(n)]
+
+
+def options(problem: StageProblem, layer: int, region: str) -> list[int]:
+    """The codes that a region may have on its own."""
+    windows = problem.windows()
+    codes = [KEEP, len(windows)]
+    if problem.graph.region(region).communicates:
+        return codes
+    for i, window in enumerate(windows):
+        fits = problem.work_ns(region, window) <= problem.capacity_ns(window)
+        if fits and _in_time(problem, window, layer, region):
+            codes.append(i)
+    return codes
+
+
+def _in_time(problem: StageProblem, window: Window, layer: int, region: str) -> bool:
+    chunks = problem.chunks
+    own = next(chunk for chunk in chunks if layer in chunk)
+    if window.kind == "stall":
+        return True
+    if window.kind == "head":
+        return own is chunks[-1]
+    if window.layer not in own:
+        return False
+    if window.kind == "fwd" or window.layer > layer:
+        return True
+    names = problem.graph.names
+    saved = [names.index(r) for s in problem.graph.produced_by(region) for r in s.saved_by]
+    return window.layer == layer and max(saved, default=-1) < names.index(window.slot.split(".")[0])
+
+
+def count(problem: StageProblem) -> int:
+    """How many assignments the layer with most of them has."""
+    numbers = [
+        int(np.prod([len(options(problem, layer, r)) for r in droppable(problem.graph)], dtype=object))
+        for layer in problem.layers
+    ]
+    return max(numbers, default=1)
+
+
+def best(problem: StageProblem) -> Best:
+    """Look at every plan of the stage."""
+    layers = [_vectors(problem, layer) for layer in problem.layers]
+    capacities = np.array([problem.capacity_ns(w) for w in problem.windows()], dtype=np.int64)
+    width = len(capacities)
+    extra = np.concatenate([np.zeros(1 + width, dtype=np.int64), _workspace(problem)])
+    total = extra[None, :]
+    for vectors in layers:
+        total = (total[:, None, :] + vectors[None, :, :]).reshape(-1, len(extra))
+        total = _unbeaten(total[(total[:, 1 : 1 + width] <= capacities).all(axis=1)])
+    peaks = total[:, 1 + width :].max(axis=1)
+    fitting = total[peaks <= problem.budget_bytes]
+    return Best(int(fitting[:, 0].min()) if len(fitting) else None, int(peaks.min()))
+
+
+def _before(problem: StageProblem) -> int:
+    """Points before any backward: forward windows, the end of the forward, stall, head."""
+    return 1 + sum(w.kind != "bwd" for w in problem.windows())
+
+
+def _workspace(problem: StageProblem) -> Array:
+    before, backward = _before(problem), len(problem.layers)
+    return np.array([0] * before + [problem.workspace_bytes] * backward, dtype=np.int64)
+
+
+def _vectors(problem: StageProblem, layer: int) -> Array:
+    """One layer's rows that break no rule, as (exposed, loads, bytes at points)."""
+    graph, windows = problem.graph, problem.windows()
+    names = droppable(graph)
+    grid = np.meshgrid(*[options(problem, layer, r) for r in names], indexing="ij")
+    code = {n: g.reshape(-1).astype(np.int64) for n, g in zip(names, grid, strict=True)}
+    if not names:
+        code = {}
+    rows = len(next(iter(code.values()))) if code else 1
+    good = _sound(problem, layer, code, rows)
+    code = {n: c[good] for n, c in code.items()}
+    rows = int(good.sum())
+    exposed = np.zeros(rows, dtype=np.int64)
+    loads = np.zeros((rows, len(windows)), dtype=np.int64)
+    for name, codes in code.items():
+        exposed += np.where(codes == len(windows), problem.demand_ns(name), 0)
+        for i, window in enumerate(windows):
+            loads[:, i] += np.where(codes == i, problem.work_ns(name, window), 0)
+    memory = _memory(problem, layer, code, rows)
+    return _unbeaten(np.concatenate([exposed[:, None], loads, memory], axis=1))
+
+
+def _sound(problem: StageProblem, layer: int, code: dict[str, Array], rows: int) -> NDArray[np.bool_]:
+    """Rows in which everything is at hand when it is read."""
+    graph, windows = problem.graph, problem.windows()
+    demand, place = len(windows), {n: i for i, n in enumerate(graph.names)}
+    good = np.ones(rows, dtype=bool)
+    for name, codes in code.items():
+        for source in graph.inputs_of(name):
+            if source in code:
+                in_window = (codes != KEEP) & (codes != demand)
+                good &= ~(in_window & (code[source] > codes))
+    need: dict[str, Array] = {}
+    for name in reversed(list(code)):
+        made = graph.produced_by(name)
+        need[name] = np.full(rows, max((place[r] for s in made for r in s.saved_by), default=-1))
+        for storage in made:
+            for reader in graph.readers(storage.name):
+                if reader in code:
+                    on_demand = code[reader] == demand
+                    need[name] = np.where(on_demand, np.maximum(need[name], need[reader]), need[name])
+        for i, window in enumerate(windows):
+            if window.kind == "bwd" and window.layer == layer:
+                late = need[name] >= place[window.slot.split(".")[0]]
+                good &= ~((code[name] == i) & late)
+    return good
+
+
+def _memory(problem: StageProblem, layer: int, code: dict[str, Array], rows: int) -> Array:
+    """Bytes of one layer at every point."""
+    graph, windows = problem.graph, problem.windows()
+    before = _before(problem)
+    order = [k for chunk in reversed(problem.chunks) for k in reversed(chunk)]
+    own = before + order.index(layer)
+    places, forwards = [], sum(w.kind == "fwd" for w in windows)
+    for i, window in enumerate(windows):
+        if window.kind == "bwd":
+            places.append(before + order.index(window.layer))
+        else:
+            places.append(i if i < forwards else i + 1)
+    table = np.array([*places, own, own], dtype=np.int64)  # the last entry is for KEEP (-1)
+    kept = np.zeros(rows, dtype=np.int64)
+    carried = np.zeros(rows, dtype=np.int64)
+    points = before + len(order)
+    rebuilt = np.zeros((rows, points), dtype=np.int64)
+    for storage in graph.storages:
+        dropped = code[storage.producer] != KEEP if storage.producer in code else np.zeros(rows, dtype=bool)
+        readers = [r for r in graph.readers(storage.name) if r in code]
+        wanted = np.full(rows, bool(storage.saved_by))
+        last = np.full(rows, own if storage.saved_by else -1)
+        for reader in readers:
+            wanted |= code[reader] != KEEP
+            if not storage.saved_by:
+                last = np.where(code[reader] != KEEP, np.maximum(last, table[code[reader]]), last)
+        kept += np.where(~dropped & wanted, storage.size_bytes, 0)
+        if storage.producer in code:
+            first = table[code[storage.producer]]
+            held = dropped & wanted
+            for point in range(points):
+                alive = held & (first <= point) & (point <= last)
+                rebuilt[:, point] += np.where(alive, storage.size_bytes, 0)
+            carried += np.where(held & (first < before) & (last >= before), storage.size_bytes, 0)
+    chunk = next(i for i, c in enumerate(problem.chunks) if layer in c)
+    flights = problem.in_flight[chunk]
+    memory = np.zeros((rows, points), dtype=np.int64)
+    for point in range(points):
+        at = order[point - before] if point >= before else None
+        if at is not None and at not in problem.chunks[chunk]:
+            memory[:, point] = flights * kept + carried
+        else:
+            gone = at is not None and point > own
+            memory[:, point] = (flights - gone) * kept + rebuilt[:, point]
+    return memory
+
+
+def _unbeaten(vectors: Array) -> Array:
+    """Rows that no other row beats or equals in every column."""
+    vectors = np.unique(vectors, axis=0)
+    vectors = vectors[np.argsort(vectors.sum(axis=1), kind="stable")]
+    alive = np.ones(len(vectors), dtype=bool)
+    for i in range(len(vectors)):
+        if alive[i]:
+            beaten = (vectors[i + 1 :] >= vectors[i]).all(axis=1)
+            alive[i + 1 :] &= ~beaten
+    return vectors[alive]

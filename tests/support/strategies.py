@@ -1,0 +1,97 @@
+"""Hypothesis strategies: random layers, their costs, and stages made of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from megatron_lynx.cost import LayerCosts
+from megatron_lynx.graph import INPUT, LayerGraph, Region, Storage
+from megatron_lynx.planner.problem import StageProblem
+from tests.support import brute_force
+
+TOO_LONG_NS = 1000
+"""Longer than any window that is drawn."""
+
+
+@st.composite
+def graphs(draw: st.DrawFn, most_regions: int = 10) -> LayerGraph:
+    """A layer of up to ``most_regions`` regions, its input included."""
+    number = draw(st.integers(1, most_regions - 1))
+    names = [INPUT, *(f"r{i}" for i in range(1, number + 1))]
+    storages = [Storage(name="input", producer=INPUT, size_bytes=draw(st.integers(1, 9)), saved_by=("r1",))]
+    regions = [Region(name=INPUT)]
+    for i, name in enumerate(names[1:], start=1):
+        earlier = [s.name for s in storages]
+        if draw(st.booleans()):
+            reads = [storages[-1].name]
+        else:
+            reads = draw(st.lists(st.sampled_from(earlier), max_size=2, unique=True))
+        regions.append(
+            Region(name=name, reads=tuple(reads), communicates=draw(st.sampled_from([False, False, True])))
+        )
+        for j in range(draw(st.sampled_from([1, 1, 1, 2]))):
+            savers = draw(st.lists(st.sampled_from(names[i:]), max_size=2, unique=True))
+            storages.append(
+                Storage(
+                    name=f"{name}.{j}",
+                    producer=name,
+                    size_bytes=draw(st.integers(1, 20)),
+                    saved_by=tuple(sorted(savers, key=names.index)),
+                )
+            )
+    return LayerGraph(regions=tuple(regions), storages=tuple(storages))
+
+
+@st.composite
+def stage_problems(
+    draw: st.DrawFn, most_regions: int = 10, most_layers: int = 2, most_plans: int = 1500
+) -> StageProblem:
+    """A stage whose layers have at most ``most_plans`` plans each; its budget lies anywhere from
+    just too small to ample. All windows of one kind have one length, as in a real stage."""
+    graph = draw(graphs(most_regions))
+    names = list(graph.names[1:])
+    forward = draw(st.lists(st.sampled_from(names), max_size=2, unique=True))
+    backward = draw(st.lists(st.sampled_from(names), max_size=2, unique=True))
+    times = {name: draw(st.integers(0, 30)) for name in names}
+    collectives = {f"fwd:{name}": draw(st.integers(0, 40)) for name in names}
+    collectives |= {f"bwd:{name}": draw(st.integers(0, 40)) for name in backward}
+    layers = draw(st.integers(1, most_layers))
+    split = layers > 1 and draw(st.sampled_from([False, False, True]))
+    chunks = ((0,), tuple(range(1, layers))) if split else (tuple(range(layers)),)
+    problem = StageProblem(
+        stage=draw(st.integers(0, 3)),
+        chunks=chunks,
+        graph=graph,
+        costs=LayerCosts(
+            forward_ns=times,
+            dgrad_ns=times,
+            wgrad_ns={},
+            collective_ns=collectives,
+            contention=draw(st.sampled_from([1.0, 1.0, 1.25])),
+        ),
+        in_flight=tuple(draw(st.integers(1, 4)) for _ in chunks),
+        budget_bytes=0,
+        forward_slots=tuple(sorted(forward, key=names.index)),
+        backward_slots=tuple(sorted(backward, key=names.index, reverse=True)),
+        has_forward_windows=draw(st.booleans()),
+        stall_ns=draw(st.sampled_from([0, 0, 15, 40])),
+        head_ns=draw(st.sampled_from([0, 0, 25])),
+        workspace_bytes=draw(st.integers(0, 10)),
+    )
+    problem = _limited(problem, most_plans)
+    kept = graph.kept_bytes() * sum(n * len(c) for n, c in zip(problem.in_flight, chunks, strict=True))
+    share = draw(st.floats(0.2, 1.05))
+    return replace(problem, budget_bytes=int(kept * share) + problem.workspace_bytes)
+
+
+def _limited(problem: StageProblem, most_plans: int) -> StageProblem:
+    """Make regions too long for any window, last ones first, until few enough plans are left."""
+    times = dict(problem.costs.forward_ns)
+    for name in reversed(list(times)):
+        if brute_force.count(problem) <= most_plans:
+            break
+        times[name] = TOO_LONG_NS
+        problem = replace(problem, costs=replace(problem.costs, forward_ns=times))
+    return problem
