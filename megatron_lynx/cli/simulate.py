@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_lynx.cli.explain import read_plan
-from megatron_lynx.cli.job import add_job_flags, choices_from
+from megatron_lynx.cli.html import plan_page, write_page
+from megatron_lynx.cli.job import Choices, add_job_flags, choices_from
 from megatron_lynx.cli.report import console, job_line, print_notes, progress
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.job import Job
@@ -40,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", nargs="?", help="a plan file; without one the job is planned")
     add_job_flags(parser)
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace: open it at ui.perfetto.dev")
+    parser.add_argument("--html", metavar="FILE", help="write a page: timeline, memory, plan, all methods")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
@@ -53,10 +55,13 @@ def run(args: argparse.Namespace) -> int:
     job = choices.job
     with progress("planning and simulating"):
         if plan is None:
-            plan = plan_job(job, choices.planner, choices.partition).plan
+            plan = plan_job(job, choices.planner, choices.partition, time_limit_s=choices.time_limit_s).plan
         timeline = timeline_of(job, plan)
     if args.trace:
         write_trace(timeline, job, plan, args.trace)
+    if args.html:
+        with progress("planning the other methods"):
+            write_page(plan_page(job, _name(choices, args.plan, plan), plan), args.html)
     if args.json:
         sys.stdout.write(_json(timeline, job, plan))
         return 0
@@ -70,7 +75,16 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.trace:
         out.print(f"trace written to {args.trace}: open it at ui.perfetto.dev", markup=False)
+    if args.html:
+        out.print(f"page written to {args.html}", markup=False)
     return 0
+
+
+def _name(choices: Choices, path: str | None, plan: Plan) -> str:
+    """What to call the plan beside the others."""
+    if path is not None:
+        return f"{plan.planner} ({Path(path).name})"
+    return plan.planner if choices.partition == "keep" else f"{plan.planner} + {choices.partition}"
 
 
 def _static(job: Job, plan: Plan) -> list[int]:

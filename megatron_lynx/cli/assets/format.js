@@ -73,6 +73,14 @@ const OWNER_COLOR = {
   "backward workspace": "--workspace",
 };
 
+const OWNER_TEXT = {
+  kept: "activations kept",
+  "rebuilt in forward windows": "activations rebuilt in forward windows",
+  "rebuilt in the stall": "activations rebuilt in the stall",
+  "rebuilt in backward windows": "activations rebuilt in backward windows",
+  "rebuilt on demand": "activations rebuilt on demand",
+};
+
 const probe = document.body.appendChild(make("span", { hidden: true }));
 const palette = new Map();
 

@@ -152,7 +152,28 @@ function listenKeys() {
   document.querySelectorAll("[data-zoom]").forEach((button) => button.addEventListener("click", tools[button.dataset.zoom]));
 }
 
+// What a stage holds at the pointer, by owner.
+function listenMemory() {
+  const panel = byId("memory");
+  panel.addEventListener("pointerleave", hideTip);
+  panel.addEventListener("pointermove", (event) => {
+    const row = event.target.closest(".row");
+    if (event.target.tagName !== "CANVAS" || !row) return hideTip();
+    const stage = Number(row.dataset.stage);
+    const [from, to] = byId("follow").checked ? [state.from, state.to] : [0, step().end];
+    const time = from + (event.offsetX / event.target.clientWidth) * (to - from);
+    const curve = step().curve(stage);
+    const after = curve.times.findIndex((moment) => moment > time);
+    const at = (after < 0 ? curve.times.length : after) - 1;
+    const fixed = shown().stages[stage].static_bytes;
+    const owned = data.owners.map((owner, i) => [owner, curve.owned[at * data.owners.length + i]]).filter(([, bytes]) => bytes);
+    const lines = [["static", fixed], ...owned].map(([owner, bytes]) => `${owner} ${bytesText(bytes)}`);
+    showTip([`${bytesText(fixed + curve.sums[at])} at ${timeText(time)}`, ...lines.reverse()], event.clientX, event.clientY);
+  });
+}
+
 function listen() {
+  listenMemory();
   listenPointer();
   listenOverview();
   listenKeys();

@@ -42,7 +42,7 @@ function finding() {
   if (whole) parts.push(`${percentText(hidden / whole)} of the recomputation is hidden in windows and stalls. `);
   else parts.push("Nothing is recomputed. ");
   const worst = method.stages.reduce((a, b) => (a.peak.size_bytes >= b.peak.size_bytes ? a : b));
-  parts.push(`Stage ${worst.stage} holds most: ${bytesText(worst.peak.size_bytes)} of ${bytesText(data.budget_bytes)}, chiefly what is ${worst.peak.owner}.`);
+  parts.push(`Stage ${worst.stage} holds most: ${bytesText(worst.peak.size_bytes)} of ${bytesText(data.budget_bytes)}, mostly ${OWNER_TEXT[worst.peak.owner] || worst.peak.owner}.`);
   return parts.join("");
 }
 
@@ -134,10 +134,11 @@ function buildRows() {
   byId("rows").replaceChildren(...rows);
   const memory = (shown().stages || []).map((stage) => {
     const { peak } = stage;
-    const where = `${peak.action} ${peak.where}`.trim();
+    const action = stage.chunks.length > 1 ? peak.action : peak.action.replace(/\.0$/, "");
+    const where = `${action} ${peak.where}`.trim();
     const title = Object.entries(peak.owners).map(([owner, bytes]) => `${owner}: ${bytesText(bytes)}`).join("\n");
     const text = make("span", { class: "label", title }, make("b", {}, `stage ${stage.stage}`),
-      make("small", {}, bytesText(peak.size_bytes)), make("small", {}, peak.owner), make("small", {}, where));
+      make("small", {}, `peak ${bytesText(peak.size_bytes)}`), make("small", {}, `mostly ${peak.owner}`), make("small", {}, where));
     const about = `Memory of stage ${stage.stage}: peak ${bytesText(peak.size_bytes)} of ${bytesText(data.budget_bytes)} in ${where}, mostly ${peak.owner}`;
     return make("div", { class: "row memory", "data-stage": stage.stage }, text, make("canvas", { role: "img", "aria-label": about }));
   });

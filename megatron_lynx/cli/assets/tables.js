@@ -37,7 +37,7 @@ function renderGrid() {
     stages.forEach((stage) => stage.layers.forEach((entry, i) => row.append(gridCell(plan, entry, region, i === 0))));
     return row;
   });
-  table.style.setProperty("--cell", `${Math.max(13, Math.min(32, Math.floor(1080 / count)))}px`);
+  table.style.setProperty("--cell", `${Math.max(13, Math.min(40, Math.floor(1110 / count)))}px`);
   table.replaceChildren(make("thead", {}, stageRow, layerRow), make("tbody", {}, ...rows));
   table.querySelector("tbody td").tabIndex = 0;
   byId("cell-note").textContent = "";

@@ -140,14 +140,12 @@ class Step {
     return best;
   }
 
-  // A range that shows a pipeline in full swing: two backward passes of the middle stage.
+  // A range that shows the pipeline in full swing: from a forward of stage 0 to its next one.
   steady() {
-    const rank = this.runs[this.runs.length >> 1];
-    const backward = rank.filter((run) => !run.forward);
-    const middle = backward.length >> 1;
-    const first = backward[Math.max(0, middle - 1)];
-    const last = backward[Math.min(backward.length - 1, middle)];
-    const pad = (last.end - first.begin) * 0.02;
-    return [Math.max(0, first.begin - pad), Math.min(this.end, last.end + pad)];
+    const forward = this.runs[0].filter((run) => run.forward);
+    const after = forward[Math.min(forward.length - 1, (forward.length >> 1) + 1)];
+    const first = forward[Math.max(0, forward.indexOf(after) - 1)];
+    const period = after === first ? this.end : after.begin - first.begin;
+    return [Math.max(0, first.begin - period * 0.02), Math.min(this.end, first.begin + period * 1.12)];
   }
 }
