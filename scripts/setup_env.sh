@@ -50,10 +50,12 @@ lynx_venv() {
         return 0
     fi
     echo "Installing into $1: the package with [$extras] ($("$python" --version))"
-    if ! "$python" -m venv --clear "$folder"; then
+    # A venv of the same Python is brought up to date in place: torch alone is gigabytes.
+    if [ "$("$folder/bin/python" --version 2>/dev/null)" != "$("$python" --version)" ] &&
+        ! "$python" -m venv --clear "$folder"; then
         echo "$python cannot make a virtual environment (Debian: apt-get install python3.12-venv)" >&2
         return 1
     fi
-    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$LYNX_ROOT[$extras]" || return 1
+    "$folder/bin/python" -m pip install -qq --disable-pip-version-check --editable "$LYNX_ROOT[$extras]" || return 1
     echo "$stamp" >"$folder/lynx-stamp"
 }
