@@ -23,6 +23,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope"),
     "normalization": ("LayerNorm", "RMSNorm"),
     "attention": ("flash", "unfused"),
+    "device": ("cuda", "cpu"),
 }
 
 

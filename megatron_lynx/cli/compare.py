@@ -28,7 +28,11 @@ def run(args: argparse.Namespace) -> int:
     job = choices.job
     print_notes(choices.notes)
     with progress("planning") as status:
-        rows = compare(job, progress=lambda name: status.update(f"planning: {name}"))
+        rows = compare(
+            job,
+            time_limit_s=choices.time_limit_s,
+            progress=lambda name: status.update(f"planning: {name}"),
+        )
     if args.json:
         sys.stdout.write(compare_json(job, rows))
         return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.presets import load_cluster, make_model, preset_names, read_toml
 from megatron_lynx.spec import Batch, Model, Parallel
-from megatron_lynx.units import parse_bytes
-from megatron_lynx.workflow import PARTITIONS, Job, make_job, planner_names
+from megatron_lynx.units import parse_bytes, parse_ns
+from megatron_lynx.workflow import PARTITIONS, TIME_LIMIT_S, Job, make_job, planner_names
 
 DEFAULTS: Mapping[str, Any] = {
     "cluster": "a100-40g-nvlink",
@@ -80,6 +80,7 @@ def add_job_flags(parser: argparse.ArgumentParser, *, plans: bool = True) -> Non
     job.add_argument(
         "--layout", "--pipeline-model-parallel-layout", metavar="TEXT", help="'Et*6|(t*6|)*2t*6L'"
     )
+    job.add_argument("--time-limit", metavar="TIME", help="what opt may take for one split: 40s")
     if plans:
         job.add_argument("--planner", choices=planner_names(), help="default: opt")
         job.add_argument("--partition", choices=PARTITIONS, help="default: keep")
@@ -105,18 +106,19 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--fp32", action="store_const", const=4, dest="dtype_bytes", help="default: bf16")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """A job and how to plan it, as the flags say.
 
-    ``job`` is checked; ``planner`` and ``partition`` are names; ``notes`` are lines for people:
-    flags that were ignored, values that were assumed.
+    ``job`` is checked; ``planner`` and ``partition`` are names; ``time_limit_s`` is for ``opt``;
+    ``notes`` are lines for people: flags that were ignored, values that were assumed.
     """
 
-    def __init__(self, job: Job, planner: str, partition: str, notes: tuple[str, ...]) -> None:
-        self.job = job
-        self.planner = planner
-        self.partition = partition
-        self.notes = notes
+    job: Job
+    planner: str
+    partition: str
+    time_limit_s: float
+    notes: tuple[str, ...]
 
 
 def choices_from(args: argparse.Namespace, *, check_split: bool = True) -> Choices:
@@ -134,13 +136,20 @@ def choices_from(args: argparse.Namespace, *, check_split: bool = True) -> Choic
     if values["partition"] not in PARTITIONS:
         raise ConfigError(f"--partition {values['partition']!r} is unknown; {', '.join(PARTITIONS)} works")
     model = _model(values, standalone=bool(script.values) and "model" not in {**run, **given})
-    explicit = "dp" in {**run, **given}
-    _derive_parallel(values, model, script, explicit_dp=explicit)
+    chosen = {**run, **given}
+    _derive_parallel(values, model, script, explicit_dp="dp" in chosen, explicit_vpp="vpp" in chosen)
     job = _job(values, model, check_split=check_split and values["partition"] == "keep")
     notes = [*script.notes]
     if script.ignored:
         notes.append("flags that change no plan: " + " ".join(script.ignored))
-    return Choices(job, values["planner"], values["partition"], tuple(notes))
+    limit = values.get("time_limit")
+    return Choices(
+        job=job,
+        planner=values["planner"],
+        partition=values["partition"],
+        time_limit_s=parse_ns(limit, "--time-limit") / 1e9 if limit else TIME_LIMIT_S,
+        notes=tuple(notes),
+    )
 
 
 def _read_run(name: str) -> dict[str, Any]:
@@ -177,11 +186,11 @@ def _model(values: Mapping[str, Any], *, standalone: bool) -> Model:
 
 
 def _derive_parallel(
-    values: dict[str, Any], model: Model, script: MegatronArgs, *, explicit_dp: bool
+    values: dict[str, Any], model: Model, script: MegatronArgs, *, explicit_dp: bool, explicit_vpp: bool
 ) -> None:
     """Sizes that Megatron derives: VPP from layers per virtual stage, DP from the world size."""
     per_stage = values.pop("layers_per_virtual_stage", None)
-    if per_stage:
+    if per_stage and not explicit_vpp:
         stage_layers = model.num_layers // values["pp"]
         if per_stage < 1 or stage_layers % per_stage:
             raise ConfigError(

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     job = choices.job
     print_notes(choices.notes)
     with progress(f"planning with {choices.planner}"):
-        planned = plan_job(job, choices.planner, choices.partition)
+        planned = plan_job(job, choices.planner, choices.partition, time_limit_s=choices.time_limit_s)
     row = planned.row()
     if args.output:
         write_plan(planned, args.output)

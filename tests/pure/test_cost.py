@@ -1,0 +1,248 @@
+"""Costs: windows, roofline estimates against published figures, static memory, cost tables."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lynx.cost import CostTable, LayerCosts
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.estimate import dgrad_work, estimate_costs, forward_work, padded_vocabulary, wgrad_work
+from megatron_lynx.footprint import footprint, layer_parameters, stage_parameters, step_ns, total_parameters
+from megatron_lynx.gpt import backward_slots, forward_slots, layer_graph
+from megatron_lynx.plan import Window
+from megatron_lynx.presets import load_cluster, load_model, preset_names
+from megatron_lynx.spec import Batch, Model, Parallel
+
+TOY, A100 = load_cluster("toy"), load_cluster("a100-80g-nvlink")
+COSTS = LayerCosts(
+    forward_ns={"linear_qkv": 100, "linear_fc1": 200},
+    dgrad_ns={"linear_qkv": 110, "linear_fc1": 210},
+    wgrad_ns={"linear_qkv": 90, "linear_fc1": 190},
+    collective_ns={
+        "fwd:linear_proj": 300,
+        "bwd:linear_fc1": 300,
+        "bwd:linear_qkv": 50,
+        "bwd:linear_fc2": 40,
+        "bwd:linear_fc1.gather": 250,
+        "bwd:linear_fc1.scatter": 250,
+    },
+    contention=1.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("window", "length"),
+    [
+        (Window("fwd", 0, "linear_proj"), 300),
+        (Window("bwd", 0, "linear_fc1"), 300 - 190),
+        (Window("bwd", 0, "linear_qkv"), 0),
+        (Window("bwd", 0, "linear_fc2"), 40),
+        (Window("bwd", 0, "linear_fc1.gather"), 250 - 210),
+        (Window("bwd", 0, "linear_fc1.scatter"), 250 - 190),
+        (Window("fwd", 0, "linear_fc2"), 0),
+    ],
+)
+def test_a_window_is_what_megatron_leaves_of_a_wait(window: Window, length: int) -> None:
+    assert COSTS.window_ns(window) == length
+
+
+def test_hidden_work_takes_longer() -> None:
+    assert COSTS.rebuild_ns("linear_qkv", hidden=False) == 100
+    assert COSTS.rebuild_ns("linear_qkv", hidden=True) == 150
+    assert COSTS.rebuild_ns("unknown", hidden=True) == 0
+    assert COSTS.layer_forward_ns == 100 + 200 + 300
+    assert COSTS.layer_backward_ns == 110 + 210 + 90 + 190 + 110 + 0 + 40 + 40 + 60
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_arxiv_2205_05198_table_4(sequence_parallel: bool) -> None:
+    """One layer of the 22B model on 8 A100-80G: forward 7.7 ms, backward 11.9 ms, 19.0 ms in all
+    with sequence parallelism; full recomputation 27.2 ms, selective 20.9 ms, 20.3 ms with SP."""
+    table = estimate_costs(
+        load_model("gpt-22b", attention="unfused"),
+        Parallel(tp=8, sequence_parallel=sequence_parallel),
+        Batch(seq_length=2048, micro_batch_size=4, global_batch_size=4),
+        A100,
+    )
+    forward, backward = table.layer.layer_forward_ns / 1e6, table.layer.layer_backward_ns / 1e6
+    selective = forward + backward + table.layer.forward_ns["core_attention"] / 1e6
+    if sequence_parallel:
+        assert forward + backward == pytest.approx(19.0, rel=0.05)
+        assert selective == pytest.approx(20.3, rel=0.05)
+    else:
+        assert forward == pytest.approx(7.7, rel=0.05)
+        assert backward == pytest.approx(11.9, rel=0.05)
+        assert 2 * forward + backward == pytest.approx(27.2, rel=0.05)
+        assert selective == pytest.approx(20.9, rel=0.05)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("attention", ["flash", "unfused"])
+def test_flops_of_a_layer(tp: int, attention: str) -> None:
+    """24bsh^2(1 + s/6h)/t forward, half of the attention term with a causal flash kernel; the
+    GEMMs of the backward are twice those of the forward."""
+    model = load_model("gpt-1.3b", attention=attention)
+    s, b, h = 1024, 2, 2048
+    job = (model, Parallel(tp=tp), Batch(seq_length=s, micro_batch_size=b, global_batch_size=b))
+    forward = sum(k.flops for kernels in forward_work(*job).values() for k in kernels)
+    gemms, scores = 24 * b * s * h * h // tp, 4 * b * s * s * h // tp
+    assert forward == gemms + (scores // 2 if attention == "flash" else scores)
+    weights = sum(k.flops for kernels in wgrad_work(*job).values() for k in kernels)
+    inputs = sum(k.flops for name, ks in dgrad_work(*job).items() for k in ks if name.startswith("linear"))
+    assert weights == inputs == gemms
+
+
+@pytest.mark.parametrize("name", preset_names("models"))
+@pytest.mark.parametrize(
+    "parallel", [Parallel(tp=1), Parallel(tp=4), Parallel(tp=4, sequence_parallel=True, pp=4)]
+)
+@pytest.mark.parametrize("attention", ["flash", "unfused"])
+def test_every_region_and_wait_has_a_time(name: str, parallel: Parallel, attention: str) -> None:
+    model = load_model(name, attention=attention)
+    batch = Batch(seq_length=1024, micro_batch_size=1, global_batch_size=8)
+    table, graph = estimate_costs(model, parallel, batch, A100), layer_graph(model, parallel, batch)
+    names = set(graph.names) - {"input"}
+    assert set(table.layer.forward_ns) == names
+    assert set(table.layer.dgrad_ns) == names
+    assert set(table.layer.wgrad_ns) == {n for n in names if n.startswith("linear")}
+    waits = {f"fwd:{s}" for s in forward_slots(parallel)} | {f"bwd:{s}" for s in backward_slots(parallel)}
+    assert set(table.layer.collective_ns) == waits
+    free = {"qkv_split"}
+    assert all(time > 0 for region, time in table.layer.forward_ns.items() if region not in free)
+    assert (table.p2p_ns > 0) == (parallel.pp > 1)
+    assert min(table.head_backward_ns, table.head_forward_ns, table.embedding_forward_ns) > 0
+    assert table.graph == graph.fingerprint()
+
+
+def test_collectives_by_hand() -> None:
+    """An all-reduce of s x b x h in bf16 on the toy cluster: 2(t-1)/t of it at 100 GB/s."""
+    model = load_model("gpt-1.3b")
+    batch = Batch(seq_length=1000, micro_batch_size=1, global_batch_size=1)
+    table = estimate_costs(model, Parallel(tp=4), batch, TOY)
+    assert set(table.layer.collective_ns.values()) == {61_440}  # 1000 * 2048 * 2 B * 1.5 / 100 GB/s
+
+
+@given(st.integers(0, 10**12), st.integers(0, 10**9), st.floats(1.0, 3.0))
+def test_a_table_round_trips(time_ns: int, other_ns: int, contention: float) -> None:
+    layer = LayerCosts(
+        forward_ns={"a": time_ns},
+        dgrad_ns={"a": other_ns},
+        wgrad_ns={},
+        collective_ns={"fwd:a": time_ns},
+        contention=contention,
+    )
+    table = CostTable(layer=layer, p2p_ns=other_ns, head_window_ns=time_ns, graph="abc", source="test")
+    assert CostTable.from_json(table.to_json()) == table
+
+
+def broken(**changes: Any) -> str:
+    data = json.loads(CostTable(layer=COSTS, graph="abc").to_json())
+    for key, value in changes.items():
+        if value is None:
+            del data[key]
+        else:
+            data[key] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        broken(schema=2),
+        broken(p2p_ns=None),
+        broken(p2p_ns=1.5),
+        broken(p2p_ns=-1),
+        broken(head_forward_ns="3"),
+        broken(layer={"forward_ns": {"a": True}, "dgrad_ns": {}, "wgrad_ns": {}, "collective_ns": {}}),
+        broken(layer=3),
+    ],
+)
+def test_what_is_no_table_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--profile costs\.json"):
+        CostTable.from_json(text, "--profile costs.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt-1.3b", 1.32),
+        ("gpt-2.7b", 2.65),
+        ("gpt-4.7b", 5.05),
+        ("gpt-7b", 6.66),
+        ("gpt-13b", 12.86),
+        ("gpt-20b", 20.26),
+        ("gpt-22b", 22.07),
+        ("gpt-23b", 22.98),
+        ("llama-7b", 6.74),
+        ("llama-13b", 13.02),
+        ("llama-70b", 68.98),
+        ("llama3-8b", 8.03),
+    ],
+)
+def test_parameters_of_the_presets(name: str, billions: float) -> None:
+    assert round(total_parameters(load_model(name)) / 1e9, 2) == billions
+
+
+def test_parameters_by_formula() -> None:
+    """12h^2 + 13h for a layer of GPT."""
+    assert layer_parameters(load_model("gpt-7b"), 1) == 12 * 4096**2 + 13 * 4096
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.booleans())
+def test_stages_hold_the_whole_model(tp: int, pp: int, llama: bool) -> None:
+    """Over all stages the matrices add up; tied embeddings exist twice if the stages differ."""
+    model = load_model("llama-7b" if llama else "gpt-1.3b")
+    parallel = Parallel(tp=tp, pp=pp)
+    layers = model.num_layers // pp
+    held = sum(stage_parameters(model, parallel, layers, first=i == 0, last=i == pp - 1) for i in range(pp))
+    alone = stage_parameters(model, Parallel(tp=tp), model.num_layers, first=True, last=True)
+    copy = padded_vocabulary(model, parallel) // tp * model.hidden_size if pp > 1 and not llama else 0
+    assert held == alone + copy
+
+
+def test_static_memory_by_hand() -> None:
+    """18 bytes a parameter; 6 + 12/DP with the distributed optimizer; fp32 logits twice."""
+    model, batch = load_model("gpt-1.3b"), Batch(seq_length=2048, micro_batch_size=1, global_batch_size=8)
+    plain = footprint(model, Parallel(pp=2, dp=4), batch, stage=0, layers=12, in_flight=2)
+    count = plain.parameters
+    assert plain.weights_bytes + plain.gradients_bytes + plain.optimizer_bytes == 18 * count
+    shared = footprint(
+        model, Parallel(pp=2, dp=4), batch, stage=0, layers=12, in_flight=2, distributed_optimizer=True
+    )
+    assert shared.weights_bytes + shared.gradients_bytes + shared.optimizer_bytes == 9 * count
+    assert plain.logits_bytes == 0
+    assert plain.embedding_bytes == 2 * (2048 * 2048 + 16 * 2048)
+    last = footprint(model, Parallel(pp=2), batch, stage=1, layers=12, in_flight=1)
+    assert last.embedding_bytes == 0
+    assert last.logits_bytes == 2048 * 51200 * 10 + 2 * 2048 * 2048 * 2
+    assert last.static_bytes == sum(size for _, size in last.owners())
+
+
+def test_fp32_has_no_second_copy_of_the_weights() -> None:
+    model = load_model("gpt-1.3b", dtype_bytes=4)
+    batch = Batch(seq_length=128, micro_batch_size=1, global_batch_size=1)
+    one = footprint(model, Parallel(), batch, stage=0, layers=24, in_flight=1)
+    assert one.weights_bytes + one.gradients_bytes + one.optimizer_bytes == 16 * one.parameters
+
+
+def test_the_vocabulary_is_padded_as_megatron_pads() -> None:
+    model = Model(num_layers=1, hidden_size=64, num_attention_heads=4, vocab_size=50257)
+    assert padded_vocabulary(model, Parallel()) == 50304
+    assert padded_vocabulary(model, Parallel(tp=8)) == 51200
+
+
+def test_a_step_reduces_gradients_and_runs_adam() -> None:
+    """10^9 parameters on the toy cluster: 30 bytes each at 1 TB/s, gradients by the node link."""
+    alone = step_ns(10**9, Parallel(), TOY, distributed_optimizer=False)
+    assert alone == 30 * 10**6
+    pair = step_ns(10**9, Parallel(dp=2), TOY, distributed_optimizer=False)
+    assert pair == 30 * 10**6 + 40 * 10**6  # 4 GB * 2 * 1/2 at 100 GB/s
+    shared = step_ns(10**9, Parallel(dp=2), TOY, distributed_optimizer=True)
+    assert shared == 15 * 10**6 + 20 * 10**6 + 10 * 10**6
