@@ -10,6 +10,8 @@ LynxError                     anything a user can mend; a ``ValueError``
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class LynxError(ValueError):
     """Base of every error that a user of megatron_lynx can mend."""
@@ -33,6 +35,14 @@ class InfeasibleError(LynxError):
         self.stage = stage
         self.budget_bytes = budget_bytes
         self.needed_bytes = needed_bytes
+
+    def __reduce__(self) -> tuple[Callable[..., InfeasibleError], tuple[object, ...]]:
+        # One rank plans and sends its error to the others.
+        return _infeasible, (str(self), self.stage, self.budget_bytes, self.needed_bytes)
+
+
+def _infeasible(message: str, stage: int, budget_bytes: int, needed_bytes: int) -> InfeasibleError:
+    return InfeasibleError(message, stage=stage, budget_bytes=budget_bytes, needed_bytes=needed_bytes)
 
 
 class PlanError(LynxError):

@@ -14,7 +14,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training import get_args, training
 
 from megatron_lynx.cost import CostTable
-from megatron_lynx.errors import InfeasibleError, LynxError
+from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.integration.bench_methods import Lynx, Stock, dropping, without_windows
 from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
-from megatron_lynx.integration.measuring import measure_all
+from megatron_lynx.integration.measuring import agreed, measure, optimizer_ns
 from megatron_lynx.integration.planning import from_rank_0
 from megatron_lynx.integration.windows import Hooks
 from megatron_lynx.job import Job, make_job
@@ -35,10 +35,10 @@ from megatron_lynx.profiler.meter import StorageMeter
 from megatron_lynx.workflow import plan_job
 
 SCHEMA = 1
-WARMUP_STEPS = 1
 FITTINGS = 2
 """How often a plan is made anew when the meter disagrees with the budget by more than ``CLOSE``."""
 CLOSE = 0.01
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 15
 
 
 class BenchFinished(Exception):
@@ -134,23 +134,20 @@ class InTrainer:
         self.rank = torch.distributed.get_rank()
         self.methods: list[Method] = []
         self.table = CostTable.from_json(request["profile"]) if request.get("profile") else None
+        self.optimizer_ns = 0
         self.started_s = time.monotonic()
 
     def run(self) -> None:
         """Measure costs, make the methods, meter them, time them, write the result."""
         if self.table is None:
-            self.table = measure_all(self.chunks, self.model, self.parallel, self.batch, self.optimizer)
+            self.table = agreed(measure(self.chunks, self.model, self.parallel, self.batch))
+        self.optimizer_ns = optimizer_ns(self.optimizer)
         self._say(f"costs measured in {time.monotonic() - self.started_s:.0f} s")
         for method in self._stock_methods():
             self._meter(method)
             self.methods.append(method)
         self._add_lynx_methods()
         rounds = self._rounds()
-        for number in range(rounds):
-            first = number * max(1, len(self.methods) // rounds) % len(self.methods)
-            for method in self.methods[first:] + self.methods[:first]:
-                self._time(method)
-            self._say(f"round {number + 1} of {rounds}")
         self._write(rounds)
 
     # --- the methods ---------------------------------------------------------------------------
@@ -172,6 +169,8 @@ class InTrainer:
             elif name == "selective":
                 run = Stock(granularity="selective", modules=("core_attn",))
                 found.append(Method("selective", "stock", run, self._planned(job, "selective")))
+            elif self.model.add_bias_linear:
+                continue  # both that follow recompute the MLP: see MLP_WITH_BIAS
             elif name == "mlp":
                 run = Stock(granularity="selective", modules=("mlp",))
                 plan = dropping(base, "modules-mlp", ("linear_fc1", "activation", "linear_fc2"))
@@ -295,17 +294,22 @@ class InTrainer:
         method.schedule_ns.append(inside[0])
 
     def _rounds(self) -> int:
-        """How many times all methods can take their turn in the time that is left."""
-        if self.request.get("rounds"):
-            return int(self.request["rounds"])
-        start = time.monotonic()
-        for method in self.methods:
-            self._time(method)
-            method.step_ns.clear()
-            method.schedule_ns.clear()
-        one = max(1e-3, time.monotonic() - start)
-        left = float(self.request["seconds"]) - (time.monotonic() - self.started_s)
-        return int(from_rank_0(lambda: str(min(15, max(3, int(left / one))))))
+        """Let all methods take their turn, as often as was asked for or as fits into the time that is
+        left; each round begins with another method. Returns the number of rounds."""
+        rounds, done = int(self.request.get("rounds") or 0), 0
+        while done < (rounds or FEWEST_ROUNDS):
+            started = time.monotonic()
+            first = done * 7 % len(self.methods)
+            for method in self.methods[first:] + self.methods[:first]:
+                self._time(method)
+            done += 1
+            if not rounds:
+                left = float(self.request["seconds"]) - (time.monotonic() - self.started_s)
+                more = int(left / max(1e-3, time.monotonic() - started))
+                text = from_rank_0(lambda more=more: str(min(MOST_ROUNDS, max(FEWEST_ROUNDS, 1 + more))))
+                rounds = int(text)
+            self._say(f"round {done} of {rounds}")
+        return done
 
     # --- the result ----------------------------------------------------------------------------
 
@@ -331,16 +335,14 @@ class InTrainer:
                 places.update(part["rebuilt_storages"])
             row["rebuilt_storages"] = dict(places)
             rows.append(row)
-        whole = {"schema": SCHEMA, "rounds": rounds, "costs": json.loads(self.table.to_json()), "rows": rows}
+        whole = {
+            "schema": SCHEMA,
+            "rounds": rounds,
+            "job": {n: asdict(getattr(self, n)) for n in ("model", "parallel", "batch")},
+            "costs": json.loads(self.table.to_json()),
+            "optimizer_ns": self.optimizer_ns,
+            "rows": rows,
+        }
         partial = self.folder / "result.partial"
-        partial.write_text(json.dumps({**whole, "job": self._facts()}, indent=1) + "\n")
+        partial.write_text(json.dumps(whole, indent=1) + "\n")
         partial.rename(self.folder / "result.json")
-
-    def _facts(self) -> dict[str, Any]:
-        from dataclasses import asdict
-
-        parts = {"model": self.model, "parallel": self.parallel, "batch": self.batch}
-        return {name: asdict(part) for name, part in parts.items()}
-
-
-__all__ = ["BenchFinished", "InTrainer", "LynxError", "Method", "bench_instead_of_training"]

@@ -1,20 +1,27 @@
-"""Measures what a model's own layer and links cost, on the ranks that will train it.
+"""Measures what a model's own layer, ends and links cost, on the ranks that will train it.
 
-Runs once before the first step, on the first layer of the model. Random state is put back, no
+Runs once before the first step: on the first layer of the model, on the embedding and the head
+where this rank has them, and on the process groups that training uses. Random state is put back, no
 gradient is accumulated, so training goes on as if nothing had happened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_lynx.cost import CostTable, LayerCosts
 from megatron_lynx.gpt import layer_graph
 from megatron_lynx.integration.binding import bind, transformer_layers
+from megatron_lynx.integration.measuring_ends import ends_ns, layer_arguments
+from megatron_lynx.integration.targets import TARGETS
 from megatron_lynx.plan import LayerPlan, StagePlan
 from megatron_lynx.profiler.measure import (
     REPEATS,
@@ -22,8 +29,10 @@ from megatron_lynx.profiler.measure import (
     RegionTimer,
     all_reduce_ns,
     gather_ns,
-    linear_ns,
     median_ns,
+    side_by_side,
+    transfer_ns,
+    wgrad_ns,
 )
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.tape import GLUES
@@ -35,6 +44,7 @@ LINEARS = {
     "linear_fc1": "mlp.linear_fc1",
     "linear_fc2": "mlp.linear_fc2",
 }
+_MASKS = {"self_attn_bda": "self_attn_dropout", "mlp_bda": "mlp_dropout"}
 
 
 class _Probe:
@@ -52,129 +62,212 @@ class _Probe:
 def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch) -> CostTable:
     """The cost table of this rank.
 
-    Every rank of a tensor-parallel group must call it, since collectives run.
+    Every rank must call it, since collectives and transfers run.
     """
-    by_chunk = transformer_layers(chunks)
-    layer = next(layer for layers in by_chunk for layer in layers)
+    layer = next(layer for layers in transformer_layers(chunks) for layer in layers)
     device = next(layer.parameters()).device
     random = RandomSource(get_cuda_rng_tracker, device)
     with random.replaying(random.capture()):
-        layer_costs = _layer_costs(chunks, layer, model, parallel, batch)
-        head = _head_costs(model, parallel, batch, layer)
+        collectives, contention = _collectives(layer, model, parallel, batch)
+        with _silent_collectives():
+            forward, dgrad, wgrad = _run_layer(chunks, layer, model, parallel, batch)
+        ends = ends_ns(chunks, model, parallel, batch)
+        if parallel.tp > 1 and not parallel.sequence_parallel:
+            ends["head_window_ns"] = _head_window_ns(chunks, collectives["bwd:linear_fc1"], batch)
+        costs = LayerCosts(
+            forward_ns=forward,
+            dgrad_ns=dgrad,
+            wgrad_ns=wgrad,
+            collective_ns=collectives,
+            contention=contention,
+        )
+        p2p = _transfer(layer, model, parallel, batch)
     graph = layer_graph(model, parallel, batch)
-    return CostTable(layer=layer_costs, graph=graph.fingerprint(), source="measured on one layer", **head)
+    return CostTable(
+        layer=costs, p2p_ns=p2p, graph=graph.fingerprint(), source="measured on one layer", **ends
+    )
 
 
-def _rows(parallel: Parallel, batch: Batch) -> int:
-    return batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
+def agreed(table: CostTable) -> CostTable:
+    """One table for all ranks: compute is the slowest rank's, since the others wait for it;
+    a collective or transfer is the fastest rank's measure, since a slow one includes waiting."""
+    tables: list[CostTable] = [table] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(tables, table)
+
+    def merged(name: str, choose: Callable[[list[int]], int]) -> dict[str, int]:
+        times = [getattr(one.layer, name) for one in tables]
+        return {key: choose([time[key] for time in times]) for key in times[0]}
+
+    layer = LayerCosts(
+        forward_ns=merged("forward_ns", max),
+        dgrad_ns=merged("dgrad_ns", max),
+        wgrad_ns=merged("wgrad_ns", max),
+        collective_ns=merged("collective_ns", min),
+        contention=max(one.layer.contention for one in tables),
+    )
+    places = ("embedding_forward_ns", "embedding_backward_ns", "head_forward_ns", "head_backward_ns")
+    ends = {name: max(getattr(one, name) for one in tables) for name in places}
+    window = min((t for one in tables if (t := one.head_window_ns)), default=0)
+    p2p = min((t for one in tables if (t := one.p2p_ns)), default=0)
+    return replace(table, layer=layer, head_window_ns=window, p2p_ns=p2p, **ends)
 
 
-def _layer_costs(
-    chunks: Sequence[Any], layer: Any, model: Model, parallel: Parallel, batch: Batch
-) -> LayerCosts:
-    collectives = _collectives(layer, model, parallel, batch)
-    forward, backward_ns = _run_layer(chunks, layer, model, parallel, batch)
-    gemms = {
-        name: linear_ns(batch.seq_length * batch.micro_batch_size, layer.get_submodule(path).weight)
-        for name, path in LINEARS.items()
-    }
-    # A region that waits for a collective is timed as its GEMM alone.
-    waiting = {name.removeprefix("fwd:") for name in collectives if name.startswith("fwd:")}
-    forward |= {name: gemms[name][0] for name in waiting}
-    dgrad = {name: times[1] for name, times in gemms.items()}
-    wgrad = {name: times[2] for name, times in gemms.items()}
-    known = LayerCosts(forward_ns={}, dgrad_ns=dgrad, wgrad_ns=wgrad, collective_ns=collectives)
-    # The rest of the backward is shared out over the other regions like the forward.
-    others = {name: time for name, time in forward.items() if name not in gemms}
-    rest = max(0, backward_ns - known.layer_backward_ns)
-    total = max(1, sum(others.values()))
-    dgrad |= {name: rest * time // total for name, time in others.items()}
-    return LayerCosts(forward_ns=forward, dgrad_ns=dgrad, wgrad_ns=wgrad, collective_ns=collectives)
+def optimizer_ns(optimizer: Any) -> int:
+    """The optimizer's step, the slowest rank's. It changes the weights a little: for ``lynx bench``
+    and ``lynx profile``, never before training."""
+    here = torch.tensor([median_ns(optimizer.step, before=torch.distributed.barrier, repeats=3)])
+    everyone = [here.clone() for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everyone, here)
+    return max(int(time) for time in everyone)
+
+
+# --- the layer's compute -------------------------------------------------------------------------
+
+
+class _Done:
+    """The handle of a collective that was left out."""
+
+    def wait(self, *_: Any, **__: Any) -> None:
+        """Nothing to wait for."""
+
+
+@contextlib.contextmanager
+def _silent_collectives() -> Iterator[None]:
+    """Inside, the layers' collectives do nothing, so that their compute is timed alone."""
+    places = [target.path.rpartition(".") for target in TARGETS if "p2p" not in target.path]
+    names = [
+        (module := importlib.import_module(path), name, getattr(module, name)) for path, _, name in places
+    ]
+    for module, name, _ in names:
+        setattr(module, name, lambda *_, **kwargs: _Done() if kwargs.get("async_op") else None)
+    try:
+        yield
+    finally:
+        for module, name, original in names:
+            setattr(module, name, original)
+
+
+Times = dict[str, int]
 
 
 def _run_layer(
     chunks: Sequence[Any], layer: Any, model: Model, parallel: Parallel, batch: Batch
-) -> tuple[dict[str, int], int]:
-    """Forward time of each region, and the whole backward, collectives included."""
+) -> tuple[Times, Times, Times]:
+    """Times of each region, collectives left out: forward, backward without weight gradients, and
+    weight gradients."""
     by_chunk = transformer_layers(chunks)
     probe = _Probe(tuple(tuple(one.layer_number - 1 for one in layers) for layers in by_chunk))
     weight = layer.self_attention.linear_qkv.weight
-    size = (_rows(parallel, batch), batch.micro_batch_size, model.hidden_size)
+    rows = batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
+    size = (rows, batch.micro_batch_size, model.hidden_size)
     hidden = torch.randn(size, dtype=weight.dtype, device=weight.device, requires_grad=True)
     grad = torch.ones(size, dtype=weight.dtype, device=weight.device)
-    arguments = _layer_arguments(chunks, model, batch, weight.device)
+    arguments = layer_arguments(chunks, model, batch, weight.device)
     timer = RegionTimer({glue.sink: glue.name for glue in GLUES})
+    parameters = [p for p in layer.parameters() if p.requires_grad]
     undo = bind(chunks, probe)  # type: ignore[arg-type]
     trained = layer.training
     layer.train()
-    outputs: list[torch.Tensor] = []
-
-    def forward() -> None:
-        probe.active = timer
-        outputs[:] = [layer(hidden_states=hidden, **arguments)[0]]
-        probe.active = None
-
     try:
-        backward_ns = median_ns(
-            lambda: torch.autograd.grad(outputs.pop(), hidden, grad), before=forward, repeats=REPEATS
-        )
+        for _ in range(WARMUP + REPEATS):
+            probe.active = timer
+            out = layer(hidden_states=hidden, **arguments)[0]
+            probe.active = None
+            torch.autograd.grad(out, [hidden, *parameters], grad, allow_unused=True)
+            timer.end_backward()
     finally:
         undo()
         layer.train(trained)
-    times = timer.medians_ns(WARMUP)
-    masks = {"self_attn_bda": "self_attn_dropout", "mlp_bda": "mlp_dropout"}
+    forward, backward = timer.forward_ns(), timer.backward_ns(WARMUP + REPEATS)
+    tokens = batch.seq_length * batch.micro_batch_size
+    wgrad = {}
+    for name, path in LINEARS.items():
+        linear = layer.get_submodule(path)
+        biased = linear.bias is not None and not linear.skip_bias_add
+        wgrad[name] = min(wgrad_ns(tokens, linear.weight, biased), backward[name])
+        backward[name] += _accumulate_ns(linear.weight) - wgrad[name]
     if model.hidden_dropout:
-        times |= {mask: times[name] for name, mask in masks.items()}
-    return times, backward_ns
+        forward |= {mask: _mask_ns(hidden, model.hidden_dropout) for mask in _MASKS.values()}
+        for region, mask in _MASKS.items():
+            forward[region] = max(0, forward[region] - forward[mask])
+    return forward, backward, wgrad
 
 
-def _layer_arguments(
-    chunks: Sequence[Any], model: Model, batch: Batch, device: torch.device
-) -> dict[str, Any]:
-    """What the model passes to its layers beside the input: the causal mask, rotary embeddings."""
-    s = batch.seq_length
-    mask = None
-    if model.mask_from_data:
-        mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=device).triu(1)
-    found: dict[str, Any] = {"attention_mask": mask}
-    if model.position_embedding_type == "rope":
-        rotary = next(m.rotary_pos_emb for c in chunks for m in c.modules() if hasattr(m, "rotary_pos_emb"))
-        found["rotary_pos_emb"] = rotary(s)
-    return found
+def _accumulate_ns(weight: torch.Tensor) -> int:
+    """Adding a weight's gradient to what the microbatches before left: in fp32, by Megatron."""
+    total = torch.zeros_like(weight, dtype=torch.float32)
+    gradient = torch.zeros_like(weight)
+    return median_ns(lambda: total.add_(gradient))
 
 
-def _collectives(layer: Any, model: Model, parallel: Parallel, batch: Batch) -> dict[str, int]:
-    """Times of the layer's collectives by slot (``gpt.forward_slots``, ``gpt.backward_slots``)."""
+def _mask_ns(like: torch.Tensor, p: float) -> int:
+    """Drawing a dropout mask."""
+    inputs = torch.zeros_like(like, requires_grad=True)
+    return median_ns(lambda: torch.nn.functional.dropout(inputs, p, training=True))
+
+
+# --- the links -----------------------------------------------------------------------------------
+
+
+def _collectives(layer: Any, model: Model, parallel: Parallel, batch: Batch) -> tuple[Times, float]:
+    """Times of the layer's collectives by slot (``gpt.forward_slots``, ``gpt.backward_slots``), and
+    the contention.
+
+    In a backward slot a GEMM always runs beside the collective: those are timed that way.
+    """
     if parallel.tp == 1:
-        return {}
+        return {}, 1.0
     group = layer.self_attention.linear_proj.tp_group
     weight = layer.self_attention.linear_qkv.weight
     size = (batch.seq_length, batch.micro_batch_size, model.hidden_size)
+    tensor = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+    rows = torch.ones(batch.seq_length, model.hidden_size, dtype=weight.dtype, device=weight.device)
+
+    def gemm() -> None:
+        with torch.no_grad():
+            rows.matmul(weight.t())
+
+    def beside(launch: Callable[[], Any], alone_ns: int) -> tuple[float, int]:
+        return side_by_side(launch, gemm, alone_ns, lambda: torch.distributed.barrier(group=group))
+
     if not parallel.sequence_parallel:
         reduce_ns = all_reduce_ns(size, weight.dtype, weight.device, group)
-        return dict.fromkeys(
-            ("fwd:linear_proj", "fwd:linear_fc2", "bwd:linear_fc1", "bwd:linear_qkv"), reduce_ns
+        contention, stretched = beside(
+            lambda: torch.distributed.all_reduce(tensor, group=group, async_op=True), reduce_ns
         )
+        found = dict.fromkeys(("fwd:linear_proj", "fwd:linear_fc2"), reduce_ns)
+        return found | dict.fromkeys(("bwd:linear_fc1", "bwd:linear_qkv"), stretched), contention
     gather, scatter = gather_ns(size, weight.dtype, weight.device, group)
-    found: dict[str, int] = {}
+    shard = tensor[: size[0] // parallel.tp].clone()
+    contention, slow_gather = beside(
+        lambda: torch.distributed.all_gather_into_tensor(tensor, shard, group=group, async_op=True), gather
+    )
+    more, slow_scatter = beside(
+        lambda: torch.distributed.reduce_scatter_tensor(shard, tensor, group=group, async_op=True), scatter
+    )
+    found = {}
     for column, row in (("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")):
         found |= {f"fwd:{column}": gather, f"fwd:{row}": scatter, f"bwd:{row}": gather}
-        found |= {f"bwd:{column}.gather": gather, f"bwd:{column}.scatter": scatter}
-    return found
+        found |= {f"bwd:{column}.gather": slow_gather, f"bwd:{column}.scatter": slow_scatter}
+    return found, max(contention, more)
 
 
-def _head_costs(model: Model, parallel: Parallel, batch: Batch, layer: Any) -> dict[str, int]:
-    """The output layer's GEMMs, by shape, so that every rank knows them; and the wait for the
-    reduction of its input gradient."""
+def _head_window_ns(chunks: Sequence[Any], reduce_ns: int, batch: Batch) -> int:
+    """How long the last stage waits for the output layer's input gradient beyond the GEMM beside it."""
+    for chunk in chunks:
+        if chunk.post_process:
+            weight = chunk.shared_embedding_or_output_weight()
+            weight = chunk.output_layer.weight if weight is None else weight
+            return max(0, reduce_ns - wgrad_ns(batch.seq_length * batch.micro_batch_size, weight, bias=False))
+    return 0
+
+
+def _transfer(layer: Any, model: Model, parallel: Parallel, batch: Batch) -> int:
+    """One transfer of activations between neighbouring stages."""
+    if parallel.pp == 1:
+        return 0
     weight = layer.self_attention.linear_qkv.weight
-    rows = batch.seq_length * batch.micro_batch_size
-    head = torch.empty(
-        model.vocab_size // parallel.tp, model.hidden_size, dtype=weight.dtype, device=weight.device
-    )
-    forward, dgrad, wgrad = linear_ns(rows, head)
-    found = {"head_forward_ns": forward, "head_backward_ns": dgrad + wgrad}
-    if parallel.tp > 1 and not parallel.sequence_parallel:
-        size = (batch.seq_length, batch.micro_batch_size, model.hidden_size)
-        wait = all_reduce_ns(size, weight.dtype, weight.device, layer.self_attention.linear_proj.tp_group)
-        found["head_window_ns"] = max(0, wait - wgrad)
-    return found
+    rows = batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
+    size = (rows, batch.micro_batch_size, model.hidden_size)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    return transfer_ns(size, weight.dtype, weight.device, group)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_lynx.cost import CostTable, LayerCosts
+from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import LynxError
-from megatron_lynx.integration.measuring import measure
+from megatron_lynx.integration.measuring import agreed, measure
 from megatron_lynx.plan import Plan, parse_plan
 from megatron_lynx.spec import Batch, Model, Parallel
 from megatron_lynx.workflow import plan_with_costs
@@ -56,30 +56,6 @@ def _plan(asked: Asked, table: CostTable) -> Plan:
         layout=asked.layout,
         distributed_optimizer=asked.distributed_optimizer,
     )
-
-
-def agreed(table: CostTable) -> CostTable:
-    """One table for all ranks: compute is the slowest rank's, since the others wait for it;
-    a collective is the fastest rank's measure, since a slow one includes waiting for others."""
-    tables: list[CostTable] = [table] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(tables, table)
-
-    def merged(name: str, choose: Callable[[list[int]], int]) -> dict[str, int]:
-        times = [getattr(one.layer, name) for one in tables]
-        return {key: choose([time[key] for time in times]) for key in times[0]}
-
-    layer = LayerCosts(
-        forward_ns=merged("forward_ns", max),
-        dgrad_ns=merged("dgrad_ns", max),
-        wgrad_ns=merged("wgrad_ns", max),
-        collective_ns=merged("collective_ns", min),
-    )
-    heads = {
-        name: max(getattr(one, name) for one in tables) for name in ("head_forward_ns", "head_backward_ns")
-    }
-    window = min(one.head_window_ns for one in tables)
-    p2p = min(one.p2p_ns for one in tables)
-    return replace(table, layer=layer, head_window_ns=window, p2p_ns=p2p, **heads)
 
 
 def from_rank_0(make: Callable[[], str]) -> str:

@@ -39,16 +39,36 @@ def median_ns(run: Callable[[], Any], before: Callable[[], Any] | None = None, r
     return round(statistics.median(times))
 
 
-class RegionTimer:
-    """Answers the wrapped submodules of a layer and times each region, glue included.
+class _Mark(torch.autograd.Function):
+    """The identity; its backward says when the gradient of what it marks has arrived."""
 
-    ``glue_before`` maps a region to the glue that runs since the region before it ended.
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, name: str, arrived: Callable[[str], None]) -> torch.Tensor:
+        """Pass ``tensor`` on."""
+        ctx.name, ctx.arrived = name, arrived
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Note the moment."""
+        ctx.arrived(ctx.name)
+        return grads[0], None, None
+
+
+class RegionTimer:
+    """Answers the wrapped submodules of a layer and times each region, glue included, both ways.
+
+    ``glue_before`` maps a region to the glue that runs since the region before it ended. In the
+    backward pass a region has its time from the moment when the gradient of its output arrives to
+    the moment when that of the region before it does.
     """
 
     def __init__(self, glue_before: Mapping[str, str]) -> None:
         self._glue_before = glue_before
-        self._times: dict[str, list[int]] = defaultdict(list)
+        self._forward: dict[str, list[int]] = defaultdict(list)
+        self._backward: dict[str, list[int]] = defaultdict(list)
         self._ended_ns = 0
+        self._region, self._since_ns = "", 0
 
     def parent(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A parent module runs: nothing to time."""
@@ -56,23 +76,69 @@ class RegionTimer:
 
     def record(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Time one region."""
+        glue = self._glue_before.get(name)
+        if glue is not None:
+            args, kwargs = self._marked(args, glue), self._marked(kwargs, glue)
         synchronize()
         start = time.perf_counter_ns()
-        if name in self._glue_before:
-            self._times[self._glue_before[name]].append(start - self._ended_ns)
+        if glue is not None:
+            self._forward[glue].append(start - self._ended_ns)
         out = call(*args, **kwargs)
         synchronize()
+        end = time.perf_counter_ns()
+        self._forward[name].append(end - start)
+        out = self._marked(out, name)
         self._ended_ns = time.perf_counter_ns()
-        self._times[name].append(self._ended_ns - start)
         return out
 
-    def medians_ns(self, skip: int = WARMUP) -> dict[str, int]:
-        """The median time of each region; the first ``skip`` runs warm up."""
-        return {name: round(statistics.median(times[skip:])) for name, times in self._times.items()}
+    def _marked(self, value: Any, name: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            leaf = value.grad_fn is None or isinstance(value, torch.nn.Parameter)
+            return value if leaf else _Mark.apply(value, name, self._arrived)  # type: ignore[no-untyped-call]
+        if isinstance(value, tuple):
+            return tuple(self._marked(item, name) for item in value)
+        if isinstance(value, dict):
+            return {key: self._marked(item, name) for key, item in value.items()}
+        return value
+
+    def _arrived(self, name: str) -> None:
+        synchronize()
+        now = time.perf_counter_ns()
+        if name != self._region:
+            self._leave(now)
+            self._region = name
+            self._since_ns = time.perf_counter_ns()
+
+    def _leave(self, now_ns: int) -> None:
+        if self._region:
+            self._backward[self._region].append(now_ns - self._since_ns)
+        self._region = ""
+
+    def end_backward(self) -> None:
+        """The layer's backward pass is over."""
+        synchronize()
+        self._leave(time.perf_counter_ns())
+
+    def forward_ns(self, skip: int = WARMUP) -> dict[str, int]:
+        """The median time of each region's forward; the first ``skip`` runs warm up."""
+        return {name: round(statistics.median(times[skip:])) for name, times in self._forward.items()}
+
+    def backward_ns(self, runs: int, skip: int = WARMUP) -> dict[str, int]:
+        """The median time of each region's backward.
+
+        A region is left and entered again where the engine runs something of another in between:
+        ``runs`` is how many backward passes there were, to add such parts up.
+        """
+        found = {}
+        for name, times in self._backward.items():
+            parts = max(1, len(times) // runs)
+            sums = [sum(times[i : i + parts]) for i in range(0, parts * runs, parts)]
+            found[name] = round(statistics.median(sums[skip:]))
+        return found
 
 
-def linear_ns(rows: int, weight: torch.Tensor) -> tuple[int, int, int]:
-    """Forward, input-gradient and weight-gradient GEMM of a linear layer.
+def wgrad_ns(rows: int, weight: torch.Tensor, bias: bool) -> int:
+    """The weight-gradient GEMM of a linear layer, and the bias's gradient.
 
     ``weight`` is [out, in] as on this rank; the input is [rows, in].
     """
@@ -80,12 +146,14 @@ def linear_ns(rows: int, weight: torch.Tensor) -> tuple[int, int, int]:
     options = {"dtype": weight.dtype, "device": weight.device}
     rows_in = torch.ones(rows, in_size, **options)  # type: ignore[call-overload]
     grad = torch.ones(rows, out_size, **options)  # type: ignore[call-overload]
+
+    def run() -> None:
+        grad.t().matmul(rows_in)
+        if bias:
+            grad.sum(dim=0)
+
     with torch.no_grad():
-        return (
-            median_ns(lambda: rows_in.matmul(weight.t())),
-            median_ns(lambda: grad.matmul(weight)),
-            median_ns(lambda: grad.t().matmul(rows_in)),
-        )
+        return median_ns(run)
 
 
 def all_reduce_ns(size: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: Any) -> int:
@@ -107,3 +175,63 @@ def gather_ns(size: tuple[int, ...], dtype: torch.dtype, device: torch.device, g
         median_ns(lambda: torch.distributed.all_gather_into_tensor(whole, shard, group=group), **barrier),
         median_ns(lambda: torch.distributed.reduce_scatter_tensor(shard, whole, group=group), **barrier),
     )
+
+
+def side_by_side(
+    launch: Callable[[], Any], work: Callable[[], Any], alone_ns: int, barrier: Callable[[], Any]
+) -> tuple[float, int]:
+    """An operation on a link with compute beside it: how much longer the compute takes, and how
+    long the operation.
+
+    ``launch`` starts the operation and returns its handle; ``work`` is a short piece of compute,
+    repeated until it fills about two thirds of ``alone_ns``, the operation's time alone.
+    """
+    one_ns = max(1, median_ns(work))
+    count = max(1, round(alone_ns * 2 / 3 / one_ns))
+
+    def fill() -> None:
+        for _ in range(count):
+            work()
+
+    fill_ns = max(1, median_ns(fill))
+    works, wholes = [], []
+    for i in range(WARMUP + REPEATS):
+        barrier()
+        synchronize()
+        start = time.perf_counter_ns()
+        handle = launch()
+        fill()
+        filled = time.perf_counter_ns()
+        handle.wait()
+        synchronize()
+        if i >= WARMUP:
+            works.append(filled - start)
+            wholes.append(time.perf_counter_ns() - start)
+    beside_ns, whole_ns = statistics.median(works), statistics.median(wholes)
+    hidden = beside_ns < whole_ns * 0.95
+    return max(1.0, beside_ns / fill_ns), round(max(alone_ns, whole_ns if hidden else alone_ns))
+
+
+def transfer_ns(size: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: Any) -> int:
+    """One transfer of a tensor of ``size`` between neighbours of ``group``: half of a round trip.
+
+    Ranks 0 and 1, 2 and 3, and so on measure at the same time; the last of an odd number waits.
+    """
+    tensor = torch.zeros(size, dtype=dtype, device=device)
+    me = torch.distributed.get_rank(group=group)
+    other = me ^ 1
+    if other >= group.size():
+        for _ in range(WARMUP + REPEATS):
+            torch.distributed.barrier(group=group)
+        return 0
+    peer = torch.distributed.get_global_rank(group, other)
+
+    def round_trip() -> None:
+        if me < other:
+            torch.distributed.send(tensor, dst=peer, group=group)
+            torch.distributed.recv(tensor, src=peer, group=group)
+        else:
+            torch.distributed.recv(tensor, src=peer, group=group)
+            torch.distributed.send(tensor, dst=peer, group=group)
+
+    return median_ns(round_trip, before=lambda: torch.distributed.barrier(group=group)) // 2

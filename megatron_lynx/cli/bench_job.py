@@ -1,0 +1,109 @@
+"""The job that ``lynx bench`` trains, and what it asks the ranks to measure."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchJob:
+    """One parallel setting: its sizes, its batch, Megatron's methods in it, and lynx's budgets.
+
+    Budgets are shares of the peak without recomputation, or with a plus above full recomputation's.
+    """
+
+    tp: int
+    pp: int
+    micro_batch_size: int
+    microbatches: int
+    stock: tuple[str, ...]
+    budgets: str
+
+
+CASES = {
+    "tp2": BenchJob(
+        tp=2,
+        pp=1,
+        micro_batch_size=2,
+        microbatches=1,
+        stock=("full", "block", "selective", "mlp", "core_attn+mlp"),
+        budgets="10%+,40%,50%,60%,80%",
+    ),
+    "pp2": BenchJob(
+        tp=1,
+        pp=2,
+        micro_batch_size=1,
+        microbatches=4,
+        stock=("full", "block", "selective"),
+        budgets="10%+,60%,80%",
+    ),
+}
+"""Tensor parallelism shows the windows of collectives, pipeline parallelism the stalls."""
+
+SHAPE = {"num_layers": 8, "hidden_size": 512, "seq_length": 512}
+TINY = {"num_layers": 4, "hidden_size": 64, "seq_length": 64}
+HEAD = 64
+"""Width of an attention head; a tiny model's is 16."""
+
+
+def megatron_arguments(args: argparse.Namespace, name: str, cache: Path) -> list[str]:
+    """Megatron's command line for a case."""
+    case, shape = CASES[name], {**SHAPE, **(TINY if args.tiny else {})}
+    shape |= {key: value for key in shape if (value := getattr(args, key)) is not None}
+    micro = args.micro_batch_size or case.micro_batch_size
+    values = {
+        "num-layers": shape["num_layers"],
+        "hidden-size": shape["hidden_size"],
+        "num-attention-heads": shape["hidden_size"] // (16 if args.tiny else HEAD),
+        "seq-length": shape["seq_length"],
+        "max-position-embeddings": shape["seq_length"],
+        "tensor-model-parallel-size": case.tp,
+        "pipeline-model-parallel-size": case.pp,
+        "micro-batch-size": micro,
+        "global-batch-size": micro * case.microbatches,
+        "attention-dropout": 0.1,
+        "hidden-dropout": 0.1,
+        "tokenizer-type": "NullTokenizer",
+        "vocab-size": 1023,
+        "data-cache-path": cache,
+        "split": "100,0,0",
+        "train-iters": 5000,
+        "lr": 1e-4,
+        "lr-decay-style": "constant",
+        "eval-iters": 0,
+        "num-workers": 0,
+        "transformer-impl": "local",
+        "distributed-backend": backend(args.gpu),
+    }
+    words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    return [*words, "--mock-data", *SWITCHES]
+
+
+SWITCHES = ("--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion")
+"""What works from Megatron's wheel alone, without Transformer Engine and Apex."""
+
+
+def backend(gpu: bool) -> str:
+    """``gloo`` on the CPU and where two ranks share one GPU (NCCL refuses that), else ``nccl``."""
+    if not gpu:
+        return "gloo"
+    import torch
+
+    return "nccl" if torch.cuda.device_count() >= 2 else "gloo"
+
+
+def request(args: argparse.Namespace, name: str, arguments: list[str], seconds: float) -> dict[str, Any]:
+    """What the ranks read."""
+    case = CASES[name]
+    return {
+        "arguments": arguments,
+        "stock": list(case.stock),
+        "block": [2] if args.tiny else None,
+        "budgets": (args.budgets or case.budgets).split(","),
+        "planner": args.planner,
+        "rounds": args.rounds,
+        "seconds": seconds,
+    }
