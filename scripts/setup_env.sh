@@ -51,8 +51,8 @@ lynx_venv() {
     fi
     echo "Installing into $1: the package with [$extras] ($("$python" --version))"
     # A venv of the same Python is brought up to date in place: torch alone is gigabytes.
-    if [ "$("$folder/bin/python" --version 2>/dev/null)" != "$("$python" --version)" ] &&
-        ! "$python" -m venv --clear "$folder"; then
+    if ! { [ "$("$folder/bin/python" --version 2>/dev/null)" = "$("$python" --version)" ] &&
+        "$folder/bin/python" -m pip --version >/dev/null 2>&1; } && ! "$python" -m venv --clear "$folder"; then
         echo "$python cannot make a virtual environment (Debian: apt-get install python3.12-venv)" >&2
         return 1
     fi
