@@ -99,6 +99,11 @@ def _machine(gpu: bool) -> dict[str, Any]:
     }
 
 
+def measure_cases(args: argparse.Namespace) -> tuple[Case, ...]:
+    """Measure what the flags of ``configure`` ask for."""
+    return tuple(_measure(args, Console()))
+
+
 def _measure(args: argparse.Namespace, console: Console) -> Iterator[Case]:
     names, links = args.cases.split(","), ["loopback"] if args.local or args.gpu else args.links.split(",")
     for name in names:

@@ -76,7 +76,7 @@ def megatron_arguments(args: argparse.Namespace, name: str, cache: Path) -> list
         "eval-iters": 0,
         "num-workers": 0,
         "transformer-impl": "local",
-        "distributed-backend": backend(args.gpu),
+        "distributed-backend": "gloo",
     }
     words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
     return [*words, "--mock-data", *SWITCHES]
@@ -86,23 +86,17 @@ SWITCHES = ("--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--n
 """What works from Megatron's wheel alone, without Transformer Engine and Apex."""
 
 
-def backend(gpu: bool) -> str:
-    """``gloo`` on the CPU and where two ranks share one GPU (NCCL refuses that), else ``nccl``."""
-    if not gpu:
-        return "gloo"
-    import torch
-
-    return "nccl" if torch.cuda.device_count() >= 2 else "gloo"
-
-
 def request(args: argparse.Namespace, name: str, arguments: list[str], seconds: float) -> dict[str, Any]:
     """What the ranks read."""
-    case = CASES[name]
+    case, overhead = CASES[name], getattr(args, "overhead", False)
     return {
         "arguments": arguments,
-        "stock": list(case.stock),
+        "stock": ["full"] if overhead else list(case.stock),
         "block": [2] if args.tiny else None,
-        "budgets": (args.budgets or case.budgets).split(","),
+        "budgets": [] if overhead else (args.budgets or case.budgets).split(","),
+        "planners": {"lynx keeps everything": "none", "lynx drops everything": "tail-free"}
+        if overhead
+        else {},
         "planner": args.planner,
         "rounds": args.rounds,
         "seconds": seconds,

@@ -155,9 +155,8 @@ def findings(case: Case) -> list[str]:
         known = [abs(error) for error in errors if error is not None]
         if known:
             good = sum(error <= allowed for error in known)
-            lines.append(
-                f"- Predicted {name}: within {allowed:.0%} in {good} of {len(known)} rows, at worst {max(known):.1%} off."
-            )
+            share = f"within {allowed:.0%} in {good} of {len(known)} rows"
+            lines.append(f"- Predicted {name}: {share}, at worst {max(known):.1%} off.")
     beaten = [row.name for row in lynx if any(o.beats(row) for o in case.rows if o.kind == "stock")]
     lines.append(f"- Lynx rows that a stock method beats in both: {', '.join(beaten) or 'none'}.")
     return lines

@@ -11,14 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_lynx.cost import CostTable
+from megatron_lynx.cli.bench_predict import Predictor
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.job import Job, make_job
-from megatron_lynx.plan import Plan, parse_plan
-from megatron_lynx.simulator import passes
-from megatron_lynx.simulator.memory import peak
-from megatron_lynx.spec import Batch, Model, Parallel
-from megatron_lynx.workflow import timeline_of
 
 SCHEMA = 1
 
@@ -111,14 +105,7 @@ def best_stock(case: Case, row: Measured) -> Measured | None:
 
 def case_from(name: str, link: str, result: Mapping[str, Any]) -> Case:
     """One case from the JSON object that rank 0 wrote."""
-    table = CostTable.from_json(json.dumps({**result["costs"]}), "bench")
-    job = _job(result["job"], table)
-    rows = []
-    for row in result["rows"]:
-        predicted = _predict(job, row["plan"])
-        if predicted is not None:
-            predicted["predicted_step_ns"] += result["optimizer_ns"]
-        rows.append(_measured(row, predicted or dict.fromkeys(_PREDICTED)))
+    predictor = Predictor(result)
     return Case(
         name=name,
         link=link,
@@ -128,46 +115,12 @@ def case_from(name: str, link: str, result: Mapping[str, Any]) -> Case:
         rounds=result["rounds"],
         optimizer_ns=result["optimizer_ns"],
         costs=result["costs"],
-        rows=tuple(rows),
+        rows=tuple(_measured(row, predictor) for row in result["rows"]),
     )
 
 
-_PREDICTED = ("predicted_step_ns", "predicted_peak_bytes", "planned_hidden_ns", "planned_exposed_ns")
-
-
-def _job(parts: Mapping[str, Any], table: CostTable) -> Job:
-    return make_job(
-        Model(**parts["model"]),
-        Parallel(**parts["parallel"]),
-        Batch(**parts["batch"]),
-        costs=table,
-        memory_bytes=1 << 60,
-    )
-
-
-def _predict(job: Job, text: str | None) -> dict[str, Any] | None:
-    """What the simulator says of a plan: the schedule's time, and the peak of the fullest rank.
-
-    The meter also counts what the embedding saved, on the first stage.
-    """
-    if text is None:
-        return None
-    plan: Plan = parse_plan(text)
-    timeline = timeline_of(job, plan)
-    sizes = []
-    for stage in plan.stages:
-        own = peak(timeline, stage.stage).size_bytes
-        sizes.append(own + job.footprint(stage.stage, len(stage.layers)).embedding_bytes)
-    totals = [timeline.totals_ns(stage.stage) for stage in plan.stages]
-    return {
-        "predicted_step_ns": timeline.makespan_ns,
-        "predicted_peak_bytes": max(sizes),
-        "planned_hidden_ns": sum(t.get(passes.HIDDEN, 0) + t.get(passes.STALL, 0) for t in totals),
-        "planned_exposed_ns": sum(t.get(passes.EXPOSED, 0) for t in totals),
-    }
-
-
-def _measured(row: Mapping[str, Any], predicted: Mapping[str, Any]) -> Measured:
+def _measured(row: Mapping[str, Any], predictor: Predictor) -> Measured:
+    predicted = predictor.predict(row["plan"]) if row["plan"] else None
     low, middle, high = quartiles(row["step_ns"])
     counts: Mapping[str, int] = row["rebuilt_storages"]
     return Measured(
@@ -182,7 +135,10 @@ def _measured(row: Mapping[str, Any], predicted: Mapping[str, Any]) -> Measured:
         rebuilt_in_windows=sum(counts.get(kind, 0) for kind in ("fwd", "bwd", "head")),
         rebuilt_in_stalls=counts.get("stall", 0),
         rebuilt_on_demand=counts.get("demand", 0),
-        **predicted,
+        predicted_step_ns=None if predicted is None else predicted.step_ns,
+        predicted_peak_bytes=None if predicted is None else predicted.peak_bytes,
+        planned_hidden_ns=None if predicted is None else predicted.hidden_ns,
+        planned_exposed_ns=None if predicted is None else predicted.exposed_ns,
     )
 
 

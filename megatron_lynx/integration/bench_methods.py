@@ -33,8 +33,9 @@ LEFT_OUT = {
 """Values of ``--recompute-modules`` that the bench leaves out, and why."""
 
 MLP_WITH_BIAS = (
-    "Megatron's checkpoint returns the bias of linear_fc2 from an autograd function, which makes the parameter "
-    "a result of that function; its backward then runs itself without end (--disable-bias-linear works)"
+    "Megatron's checkpoint returns the bias of linear_fc2 from an autograd function, which makes the "
+    "parameter a result of that function; its backward then runs itself without end "
+    "(--disable-bias-linear works)"
 )
 """Why ``--recompute-modules mlp`` is left out where linears have biases."""
 

@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_lynx.errors import LynxError
 from megatron_lynx.integration import pretrain
 from megatron_lynx.integration.benching import BenchFinished, bench_instead_of_training
-from megatron_lynx.integration.cpu import cpu_backend_if_requested
+from megatron_lynx.integration.cpu import cpu_backend_active, cpu_backend_if_requested
 from megatron_lynx.integration.dataset_helpers import shipped_dataset_helpers
 from megatron_lynx.integration.install import install
 from megatron_lynx.integration.norm import sequence_parallel_norm
@@ -34,7 +36,18 @@ def run(folder: Path) -> None:
         stack.enter_context(install(hooks))
         stack.enter_context(bench_instead_of_training(request, folder, hooks))
         stack.enter_context(contextlib.suppress(BenchFinished))
-        pretrain.train(pretrain.parse(request["arguments"]))
+        pretrain.train(pretrain.parse([*request["arguments"], *_for_gpus()]))
+
+
+def _for_gpus() -> list[str]:
+    """More arguments where there are GPUs: NCCL where each rank has one of its own. NCCL refuses two
+    ranks on one GPU: those share it and talk over gloo."""
+    count = 0 if cpu_backend_active() else torch.cuda.device_count()
+    if count >= int(os.environ["WORLD_SIZE"]):
+        return ["--distributed-backend", "nccl"]
+    if count:
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % count)
+    return []
 
 
 def main() -> int:

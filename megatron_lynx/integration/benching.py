@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from megatron.training import get_args, training
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import InfeasibleError
+from megatron_lynx.gpt import layer_graph
 from megatron_lynx.integration.bench_methods import Lynx, Stock, dropping, without_windows
 from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
 from megatron_lynx.integration.measuring import agreed, measure, optimizer_ns
+from megatron_lynx.integration.measuring_memory import working_sets
 from megatron_lynx.integration.planning import from_rank_0
 from megatron_lynx.integration.windows import Hooks
 from megatron_lynx.job import Job, make_job
@@ -41,7 +44,7 @@ CLOSE = 0.01
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 15
 
 
-class BenchFinished(Exception):
+class BenchFinished(Exception):  # noqa: N818 (it is not an error)
     """Leaves Megatron's trainer when everything has been measured."""
 
 
@@ -135,6 +138,7 @@ class InTrainer:
         self.methods: list[Method] = []
         self.table = CostTable.from_json(request["profile"]) if request.get("profile") else None
         self.optimizer_ns = 0
+        self.working: dict[str, dict[str, int]] = {}
         self.started_s = time.monotonic()
 
     def run(self) -> None:
@@ -142,6 +146,8 @@ class InTrainer:
         if self.table is None:
             self.table = agreed(measure(self.chunks, self.model, self.parallel, self.batch))
         self.optimizer_ns = optimizer_ns(self.optimizer)
+        graph = layer_graph(self.model, self.parallel, self.batch)
+        self.working = working_sets(self.chunks, self.model, self.parallel, self.batch, graph)
         self._say(f"costs measured in {time.monotonic() - self.started_s:.0f} s")
         for method in self._stock_methods():
             self._meter(method)
@@ -187,6 +193,12 @@ class InTrainer:
         return parse_plan(from_rank_0(lambda: str(plan_job(job, planner).plan)))
 
     def _add_lynx_methods(self) -> None:
+        """Plans of named planners without a budget, then the planner's own for each budget; each of
+        the latter a second time with its windows off."""
+        for name, planner in self.request.get("planners", {}).items():
+            plan = self._planned(self._job(1 << 60), planner)
+            self.methods.append(Method(name, "lynx", self._lynx(plan), plan))
+            self._meter(self.methods[-1])
         peaks = {method.name: method.peak_bytes for method in self.methods}
         none, full = peaks["none"], peaks.get("full-uniform-1", 0)
         for label in self.request["budgets"]:
@@ -306,7 +318,7 @@ class InTrainer:
             if not rounds:
                 left = float(self.request["seconds"]) - (time.monotonic() - self.started_s)
                 more = int(left / max(1e-3, time.monotonic() - started))
-                text = from_rank_0(lambda more=more: str(min(MOST_ROUNDS, max(FEWEST_ROUNDS, 1 + more))))
+                text = from_rank_0(partial(str, min(MOST_ROUNDS, max(FEWEST_ROUNDS, 1 + more))))
                 rounds = int(text)
             self._say(f"round {done} of {rounds}")
         return done
@@ -322,8 +334,15 @@ class InTrainer:
         """Gather what every rank measured; a step takes as long as its slowest rank."""
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, [method.facts() for method in self.methods])
+        working_all: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(working_all, self.working)
         if self.rank != 0:
             return
+        working = {key: {} for key in self.working}  # type: dict[str, dict[str, int]]
+        for one in working_all:
+            for key, sizes in one.items():
+                for name, size in sizes.items():
+                    working[key][name] = max(size, working[key].get(name, 0))
         assert self.table is not None
         rows = []
         for parts in zip(*everyone, strict=True):
@@ -341,6 +360,7 @@ class InTrainer:
             "job": {n: asdict(getattr(self, n)) for n in ("model", "parallel", "batch")},
             "costs": json.loads(self.table.to_json()),
             "optimizer_ns": self.optimizer_ns,
+            "working_sets": working,
             "rows": rows,
         }
         partial = self.folder / "result.partial"

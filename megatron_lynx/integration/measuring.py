@@ -47,7 +47,7 @@ LINEARS = {
 _MASKS = {"self_attn_bda": "self_attn_dropout", "mlp_bda": "mlp_dropout"}
 
 
-class _Probe:
+class Probe:
     """Stands where an executor stands, and lets layers run as they are."""
 
     def __init__(self, chunks: tuple[tuple[int, ...], ...]) -> None:
@@ -69,7 +69,7 @@ def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
     random = RandomSource(get_cuda_rng_tracker, device)
     with random.replaying(random.capture()):
         collectives, contention = _collectives(layer, model, parallel, batch)
-        with _silent_collectives():
+        with silent_collectives():
             forward, dgrad, wgrad = _run_layer(chunks, layer, model, parallel, batch)
         ends = ends_ns(chunks, model, parallel, batch)
         if parallel.tp > 1 and not parallel.sequence_parallel:
@@ -132,7 +132,7 @@ class _Done:
 
 
 @contextlib.contextmanager
-def _silent_collectives() -> Iterator[None]:
+def silent_collectives() -> Iterator[None]:
     """Inside, the layers' collectives do nothing, so that their compute is timed alone."""
     places = [target.path.rpartition(".") for target in TARGETS if "p2p" not in target.path]
     names = [
@@ -156,7 +156,7 @@ def _run_layer(
     """Times of each region, collectives left out: forward, backward without weight gradients, and
     weight gradients."""
     by_chunk = transformer_layers(chunks)
-    probe = _Probe(tuple(tuple(one.layer_number - 1 for one in layers) for layers in by_chunk))
+    probe = Probe(tuple(tuple(one.layer_number - 1 for one in layers) for layers in by_chunk))
     weight = layer.self_attention.linear_qkv.weight
     rows = batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
     size = (rows, batch.micro_batch_size, model.hidden_size)

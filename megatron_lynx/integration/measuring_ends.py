@@ -35,7 +35,7 @@ def layer_arguments(
 
 
 @contextlib.contextmanager
-def _passing(chunks: Sequence[Any], seen: list[torch.Tensor]) -> Iterator[None]:
+def passing(chunks: Sequence[Any], seen: list[torch.Tensor]) -> Iterator[None]:
     """Inside, every layer returns its input; ``seen`` gets what the first one received."""
 
     def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
@@ -59,13 +59,13 @@ def ends_ns(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
     for _ in range(WARMUP + REPEATS):
         torch.distributed.barrier()
         for chunk in chunks:
-            for name, time_ns in _one_pass(chunk, model, parallel, batch).items():
+            for name, time_ns in run_ends(chunk, model, parallel, batch).items():
                 times[name].append(time_ns)
     found = {f"{name}_ns": round(statistics.median(t[WARMUP:])) for name, t in times.items() if t}
     return {f"{name}_ns": found.get(f"{name}_ns", 0) for name in names}
 
 
-def _one_pass(chunk: Any, model: Model, parallel: Parallel, batch: Batch) -> dict[str, int]:
+def run_ends(chunk: Any, model: Model, parallel: Parallel, batch: Batch) -> dict[str, int]:
     """Times of one forward and backward pass through the ends of ``chunk``."""
     device = next(chunk.parameters()).device
     b, s = batch.micro_batch_size, batch.seq_length
@@ -80,7 +80,7 @@ def _one_pass(chunk: Any, model: Model, parallel: Parallel, batch: Batch) -> dic
         chunk.set_input_tensor(received.requires_grad_())
     synchronize()
     start = time.perf_counter_ns()
-    with _passing([chunk], inputs):
+    with passing([chunk], inputs):
         labels = tokens if chunk.post_process else None
         if chunk.pre_process and chunk.post_process:
             # Both ends in one pass: the embedding alone first, so that they can be told apart.

@@ -24,7 +24,7 @@ from megatron_lynx.integration.trainer import _argument_targets
 from megatron_lynx.integration.windows import Hooks
 
 
-class _Measured(Exception):
+class _Measured(Exception):  # noqa: N818 (it is not an error)
     """Leaves Megatron's trainer once the model is built and measured."""
 
 

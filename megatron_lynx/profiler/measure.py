@@ -55,6 +55,18 @@ class _Mark(torch.autograd.Function):
         return grads[0], None, None
 
 
+def mark_tensors(value: Any, name: str, arrived: Callable[[str], None]) -> Any:
+    """``value`` with every computed tensor in it marked: ``arrived(name)`` is called in the backward
+    pass when its gradient is there. Parameters and constants stay as they are."""
+    if isinstance(value, torch.Tensor):
+        return value if value.grad_fn is None else _Mark.apply(value, name, arrived)
+    if isinstance(value, tuple):
+        return tuple(mark_tensors(item, name, arrived) for item in value)
+    if isinstance(value, dict):
+        return {key: mark_tensors(item, name, arrived) for key, item in value.items()}
+    return value
+
+
 class RegionTimer:
     """Answers the wrapped submodules of a layer and times each region, glue included, both ways.
 
@@ -92,14 +104,7 @@ class RegionTimer:
         return out
 
     def _marked(self, value: Any, name: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            leaf = value.grad_fn is None or isinstance(value, torch.nn.Parameter)
-            return value if leaf else _Mark.apply(value, name, self._arrived)  # type: ignore[no-untyped-call]
-        if isinstance(value, tuple):
-            return tuple(self._marked(item, name) for item in value)
-        if isinstance(value, dict):
-            return {key: self._marked(item, name) for key, item in value.items()}
-        return value
+        return mark_tensors(value, name, self._arrived)
 
     def _arrived(self, name: str) -> None:
         synchronize()
@@ -170,10 +175,13 @@ def gather_ns(size: tuple[int, ...], dtype: torch.dtype, device: torch.device, g
     reduce-scatter back."""
     whole = torch.zeros(size, dtype=dtype, device=device)
     shard = whole[: size[0] // group.size()].clone()
-    barrier = {"before": lambda: torch.distributed.barrier(group=group)}
+
+    def barrier() -> None:
+        torch.distributed.barrier(group=group)
+
     return (
-        median_ns(lambda: torch.distributed.all_gather_into_tensor(whole, shard, group=group), **barrier),
-        median_ns(lambda: torch.distributed.reduce_scatter_tensor(shard, whole, group=group), **barrier),
+        median_ns(lambda: torch.distributed.all_gather_into_tensor(whole, shard, group=group), barrier),
+        median_ns(lambda: torch.distributed.reduce_scatter_tensor(shard, whole, group=group), barrier),
     )
 
 

@@ -1,6 +1,7 @@
 """How long planning a whole job takes: ``python scripts/bench/workflow.py``.
 
-Limits: 8 stages, layers moved between them: 2 s with HEU, 60 s with OPT, on 2 cores.
+Limits: 8 stages, layers moved between them: 2 s with HEU, 60 s with OPT. They are checked against
+processor time (planning uses one core), so that a busy machine does not change the verdict.
 """
 
 from __future__ import annotations
@@ -40,19 +41,20 @@ def job(model: str, cluster: str, tp: int, pp: int, micro: int) -> Job:
 
 def main() -> int:
     """Print the table; 1 if a limit is exceeded."""
-    print("| model | cluster | TP x PP | planner | split | seconds | step |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| model | cluster | TP x PP | planner | split | CPU s | wall s | step |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     slow = False
     for row in JOBS:
         for planner, limit in LIMITS_S.items():
-            started = time.perf_counter()
+            started, busy_from = time.perf_counter(), time.process_time()
             planned = plan_job(job(*row), planner, "search")
-            seconds = time.perf_counter() - started
-            slow |= seconds > limit
+            wall, busy = time.perf_counter() - started, time.process_time() - busy_from
+            slow |= busy > limit
             split = " ".join(str(len(stage.plan.layers)) for stage in planned.stages)
             model, cluster, tp, pp, _ = row
             step = f"{planned.iteration_ns / 1e9:.3f} s"
-            print(f"| {model} | {cluster} | {tp} x {pp} | {planner} | {split} | {seconds:.2f} | {step} |")
+            times = f"{busy:.2f} | {wall:.2f} | {step}"
+            print(f"| {model} | {cluster} | {tp} x {pp} | {planner} | {split} | {times} |")
     return int(slow)
 
 

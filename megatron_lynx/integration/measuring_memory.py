@@ -1,0 +1,135 @@
+"""Measures what a layer and the ends need besides what is saved: the working sets, in bytes.
+
+The storage meter watches one forward and backward pass of the layer, collectives left out. What is
+subtracted is what the layer's graph says is saved at that moment, so that graph and working sets
+together give what the meter will see in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_lynx.graph import INPUT, LayerGraph
+from megatron_lynx.integration.binding import bind, transformer_layers
+from megatron_lynx.integration.measuring import Probe, silent_collectives
+from megatron_lynx.integration.measuring_ends import layer_arguments, run_ends
+from megatron_lynx.profiler.measure import mark_tensors
+from megatron_lynx.profiler.meter import StorageMeter
+from megatron_lynx.runtime.tape import GLUES
+from megatron_lynx.spec import Batch, Model, Parallel
+
+_GLUE_BEFORE = {glue.sink: glue.name for glue in GLUES}
+
+
+class _RegionMeter:
+    """Stands where a timer stands: the peak while each region runs forward and backward."""
+
+    def __init__(self, meter: StorageMeter) -> None:
+        self.meter = meter
+        self.forward: dict[str, int] = {}
+        self.backward: dict[str, int] = {}
+        self._region = ""
+
+    def parent(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        """A parent module runs: nothing to measure."""
+        return call(*args, **kwargs)
+
+    def record(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        """Run a region and note the peak since the one before ended."""
+        glue = _GLUE_BEFORE.get(name)
+        if glue is not None:
+            self._take(self.forward, glue)
+            args, kwargs = (mark_tensors(value, glue, self.arrived) for value in (args, kwargs))
+        out = call(*args, **kwargs)
+        self._take(self.forward, name)
+        return mark_tensors(out, name, self.arrived)
+
+    def arrived(self, name: str) -> None:
+        """The gradient of a region's output is there: the region before it in time is over."""
+        if name != self._region:
+            self.end()
+            self._region = name
+
+    def end(self) -> None:
+        """The region whose backward runs is over."""
+        self._take(self.backward, self._region)
+        self._region = ""
+
+    def _take(self, into: dict[str, int], name: str) -> None:
+        if name:
+            into[name] = max(into.get(name, 0), self.meter.peak_bytes)
+        self.meter.peak_bytes = self.meter.live_bytes
+
+
+def working_sets(
+    chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch, graph: LayerGraph
+) -> dict[str, dict[str, int]]:
+    """``forward`` and ``backward``: by region, the peak while it runs beyond what is saved then;
+    ``ends``: the peak in the ``embedding`` or ``head`` of this rank."""
+    by_chunk = transformer_layers(chunks)
+    layer = by_chunk[0][0]
+    probe = Probe(tuple(tuple(one.layer_number - 1 for one in layers) for layers in by_chunk))
+    weight = layer.self_attention.linear_qkv.weight
+    rows = batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
+    size = (rows, batch.micro_batch_size, model.hidden_size)
+    hidden = torch.randn(size, dtype=weight.dtype, device=weight.device, requires_grad=True)
+    arguments = layer_arguments(chunks, model, batch, weight.device)
+    meter = StorageMeter()
+    regions = _RegionMeter(meter)
+    undo = bind(chunks, probe)  # type: ignore[arg-type]
+    trained = layer.training
+    layer.train()
+    try:
+        with silent_collectives(), meter:
+            probe.active = regions  # type: ignore[assignment]
+            out = layer(hidden_states=hidden, **arguments)[0]
+            probe.active = None
+            # The product makes autograd itself own the gradient that comes in, as in training.
+            loss = (out * 2.0).sum()
+            del out
+            meter.peak_bytes = meter.live_bytes
+            torch.autograd.grad(loss, hidden)
+            regions.end()
+    finally:
+        undo()
+        layer.train(trained)
+    return {
+        "forward": _beyond(regions.forward, graph, saved_after_forward),
+        "backward": _beyond(regions.backward, graph, saved_before_backward),
+        "ends": _ends(chunks, model, parallel, batch),
+    }
+
+
+def _beyond(peaks: Mapping[str, int], graph: LayerGraph, saved: Any) -> dict[str, int]:
+    return {name: max(0, peak - saved(graph, name)) for name, peak in peaks.items() if name in graph.names}
+
+
+def saved_after_forward(graph: LayerGraph, region: str) -> int:
+    """Bytes that the regions up to ``region`` have saved; the layer's input does not count."""
+    names = graph.names[: graph.names.index(region) + 1]
+    return sum(
+        s.size_bytes for s in graph.storages if s.saved_by and s.producer in names and s.producer != INPUT
+    )
+
+
+def saved_before_backward(graph: LayerGraph, region: str) -> int:
+    """Bytes still saved when the backward of ``region`` begins: what it or an earlier region reads."""
+    names = graph.names[: graph.names.index(region) + 1]
+    return sum(
+        s.size_bytes for s in graph.storages if s.producer != INPUT and any(r in names for r in s.saved_by)
+    )
+
+
+def _ends(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for chunk in chunks:
+        meter = StorageMeter()
+        with meter:
+            run_ends(chunk, model, parallel, batch)
+        for name, here in (("embedding", chunk.pre_process), ("head", chunk.post_process)):
+            if here:
+                found[name] = meter.peak_bytes
+    return found
