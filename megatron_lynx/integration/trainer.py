@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training import get_args, print_rank_0
 
+from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import PlanError
 from megatron_lynx.gpt import layer_graph
 from megatron_lynx.integration.arguments import (
@@ -57,47 +58,14 @@ class Trainer:
         if not lynx_requested(args):
             return
         chunks = unwrap_model(wrapped_chunks)
-        plan, table = self._plan(args, chunks)
+        asked = _asked(args, chunks)
+        plan, table = _plan(args, asked, chunks)
         stage = plan.stages[parallel_state.get_pipeline_model_parallel_rank()]
         self.session = Session(self.hooks, stage, parallel_of(args), chunks)
         if args.lynx_report:
-            writer = ReportWriter(Path(args.lynx_report), torch.distributed.get_rank(), plan, table)
-            self.session.on_step = writer.write
+            folder, rank = Path(args.lynx_report), torch.distributed.get_rank()
+            ReportWriter(folder, rank, plan, table, asked).attach(self.session)
         print_rank_0(f"> lynx: {_summary(plan)}")
-
-    def _plan(self, args: Namespace, chunks: list[Any]) -> tuple[Plan, Any]:
-        layer = next(layer for layers in transformer_layers(chunks) for layer in layers)
-        device = next(layer.parameters()).device
-        model = model_of(args, get_model_config(chunks[0]), device)
-        parallel, batch = parallel_of(args), batch_of(args)
-        memory = budget_bytes(args) or _device_bytes(device)
-        asked = Asked(
-            model=model,
-            parallel=parallel,
-            batch=batch,
-            memory_bytes=memory or UNLIMITED_BYTES,
-            planner=args.lynx_planner or ("opt" if memory else "windows"),
-            layout=args.pipeline_model_parallel_layout,
-            distributed_optimizer=args.use_distributed_optimizer,
-            profile=Path(args.lynx_profile) if args.lynx_profile else None,
-        )
-        if not args.lynx_plan:
-            return make_plan(asked, chunks)
-        plan = parse_plan(Path(args.lynx_plan).read_text())
-        graph = layer_graph(model, parallel, batch)
-        wanted = fingerprint(model, parallel, batch, graph)
-        if plan.fingerprint != wanted:
-            raise PlanError(
-                f"--lynx-plan {args.lynx_plan} was made for another job ({plan.fingerprint}, this is "
-                f"{wanted}): model, parallel sizes, micro-batch or device differ; "
-                "`lynx plan` with this job's flags makes one that fits"
-            )
-        if len(plan.stages) != parallel.pp:
-            raise PlanError(
-                f"--lynx-plan {args.lynx_plan} has {len(plan.stages)} stages; "
-                f"--pipeline-model-parallel-size {len(plan.stages)} works"
-            )
-        return plan, None
 
     @contextlib.contextmanager
     def step(self, microbatches: int) -> Iterator[None]:
@@ -110,6 +78,44 @@ class Trainer:
         if self.session is not None:
             self.session.close()
             self.session = None
+
+
+def _asked(args: Namespace, chunks: list[Any]) -> Asked:
+    """What the flags and the model ask for."""
+    layer = next(layer for layers in transformer_layers(chunks) for layer in layers)
+    device = next(layer.parameters()).device
+    memory = budget_bytes(args) or _device_bytes(device)
+    return Asked(
+        model=model_of(args, get_model_config(chunks[0]), device),
+        parallel=parallel_of(args),
+        batch=batch_of(args),
+        memory_bytes=memory or UNLIMITED_BYTES,
+        planner=args.lynx_planner or ("opt" if memory else "windows"),
+        layout=args.pipeline_model_parallel_layout,
+        distributed_optimizer=args.use_distributed_optimizer,
+        profile=Path(args.lynx_profile) if args.lynx_profile else None,
+    )
+
+
+def _plan(args: Namespace, asked: Asked, chunks: list[Any]) -> tuple[Plan, CostTable | None]:
+    """The plan of ``--lynx-plan``, or one made now; and the costs that it was made from."""
+    if not args.lynx_plan:
+        return make_plan(asked, chunks)
+    plan = parse_plan(Path(args.lynx_plan).read_text())
+    graph = layer_graph(asked.model, asked.parallel, asked.batch)
+    wanted = fingerprint(asked.model, asked.parallel, asked.batch, graph)
+    if plan.fingerprint != wanted:
+        raise PlanError(
+            f"--lynx-plan {args.lynx_plan} was made for another job ({plan.fingerprint}, this is "
+            f"{wanted}): model, parallel sizes, micro-batch or device differ; "
+            "`lynx plan` with this job's flags makes one that fits"
+        )
+    if len(plan.stages) != asked.parallel.pp:
+        raise PlanError(
+            f"--lynx-plan {args.lynx_plan} has {len(plan.stages)} stages; "
+            f"--pipeline-model-parallel-size {len(plan.stages)} works"
+        )
+    return plan, None
 
 
 def _device_bytes(device: torch.device) -> int | None:

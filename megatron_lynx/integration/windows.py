@@ -31,9 +31,9 @@ class WindowWork:
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """Do what is due, once, then wait."""
         window, self._window = self._window, None
-        if window is not None:
-            self._executor.run_window(window)
-        return self._work.wait(*args, **kwargs)
+        if window is None:
+            return self._work.wait(*args, **kwargs)
+        return self._executor.pass_window(window, lambda: self._work.wait(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

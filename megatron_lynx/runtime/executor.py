@@ -6,7 +6,6 @@ rebuilds what the plan assigns to a window when that window opens. It decides no
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +16,12 @@ import torch
 
 from megatron_lynx.graph import INPUT
 from megatron_lynx.plan import StagePlan, Window
+from megatron_lynx.runtime.clock import HostClock
 from megatron_lynx.runtime.record import StepRecord
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.storage import TapeStorage
 from megatron_lynx.runtime.tape import LayerTape, TapePlan
 from megatron_lynx.schedule import Action, next_backward, serves
-
-DEMAND = "demand"
 
 
 @dataclass(slots=True)
@@ -69,6 +67,7 @@ class Executor:
         self.backward_slots = tuple(backward_slots)
         self.active: Any = None
         self.record = StepRecord()
+        self.clock = HostClock()
         self._actions: tuple[Action, ...] = ()
         self._position = -1
         self._due = plan.windows()
@@ -80,7 +79,8 @@ class Executor:
         self._backward: tuple[LayerTape, Microbatch] | None = None
         self._collectives = 0
         self._replaying = 0
-        self._where = DEMAND
+        self._where: Window | None = None
+        self._replay: tuple[Any, Any] = (0, 0)
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -202,21 +202,36 @@ class Executor:
         """The window of a wait for a gradient from the next stage."""
         return None if self._replaying or self._next_done() is None else Window("stall")
 
-    def run_window(self, window: Window) -> None:
-        """Rebuild what the plan assigns to ``window`` (Rule 7)."""
+    def run_window(self, window: Window) -> bool:
+        """Rebuild what the plan assigns to ``window`` (Rule 7); whether that was anything."""
         target, due = self._target_of(window)
         if target is None or not due:
-            return
-        started = time.perf_counter_ns()
-        previous, self._where = self._where, window.kind
+            return False
+        previous, self._where = self._where, window
         before = self.record.rebuilt_storages[window.kind]
         for layer, label in due:
             tape = target.tapes.get(layer)
             if tape is not None:
                 tape.rebuild_label(label)
         self._where = previous
-        if self.record.rebuilt_storages[window.kind] > before:
-            self.record.worked(window, time.perf_counter_ns() - started)
+        return self.record.rebuilt_storages[window.kind] > before
+
+    def pass_window(self, window: Window, wait: Callable[[], Any]) -> Any:
+        """Do what is due in ``window``, then ``wait``, and record how long each took."""
+        clock, one = self.clock, self.record.windows[window]
+        start = clock.mark()
+        worked = self.run_window(window)
+        middle = clock.mark()
+        result = wait()
+        end = clock.mark()
+        if worked:
+            one.opened += 1
+            clock.span(start, middle, one.worked)
+            clock.span(middle, end, one.waited)
+        else:
+            one.empty += 1
+            clock.span(start, end, one.idled)
+        return result
 
     def _target_of(self, window: Window) -> tuple[Microbatch | None, Sequence[tuple[int, str]]]:
         """The microbatch that a window serves, and what is due in it."""
@@ -265,14 +280,20 @@ class Executor:
     def replaying(self) -> Iterator[None]:
         """Inside, collectives are plain and open no windows."""
         self._replaying += 1
+        start = self.clock.mark()
         try:
             yield
         finally:
             self._replaying -= 1
+            self._replay = (start, self.clock.mark())
 
     def rebuilt(self, tape: LayerTape, storages: int, size_bytes: int) -> None:
         """A replay gave memory back to ``storages`` storages."""
-        self.record.rebuilt(self._where, tape.plan.layer, storages, size_bytes)
+        self.record.rebuilt(self._where, storages, size_bytes)
+        if self._where is None:
+            one = self.record.demand[tape.plan.layer]
+            one.replays += 1
+            self.clock.span(*self._replay, one.took)
 
 
 def _tape_plans(plan: StagePlan, draws: frozenset[str], communicates: frozenset[str]) -> dict[int, TapePlan]:
