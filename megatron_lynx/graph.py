@@ -117,9 +117,7 @@ class LayerGraph:
         """
         if storage.producer in dropped:
             return False
-        return bool(storage.saved_by) or any(
-            reader in dropped for reader in self.readers(storage.name)
-        )
+        return bool(storage.saved_by) or any(reader in dropped for reader in self.readers(storage.name))
 
     def kept_bytes(self, dropped: Iterable[str] = ()) -> int:
         """Bytes that one layer holds per microbatch, its input included."""

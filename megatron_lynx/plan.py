@@ -255,8 +255,7 @@ def parse_plan(text: str) -> Plan:
         fingerprint=head.group(3),
         layout=layout,
         stages=tuple(
-            StagePlan(stage=stage, chunks=chunks, layers=tuple(layers))
-            for stage, chunks, layers in stages
+            StagePlan(stage=stage, chunks=chunks, layers=tuple(layers)) for stage, chunks, layers in stages
         ),
     )
 

@@ -30,9 +30,7 @@ def _parse(text: str, table: dict[str, int], flag: str, example: str) -> int:
     scale = table.get(match.group(2).lower()) if match else None
     if match is None or scale is None:
         units = ", ".join(table)
-        raise ConfigError(
-            f"{flag} {text!r} is not a number with a unit ({units}); for example {example}"
-        )
+        raise ConfigError(f"{flag} {text!r} is not a number with a unit ({units}); for example {example}")
     return round(float(match.group(1)) * scale)
 
 

@@ -60,8 +60,7 @@ def check_layer(layer: Any) -> None:
                 "--transformer-impl local works"
             )
     for name in ("q_layernorm", "k_layernorm"):
-        norm = getattr(layer.self_attention, name, None)
-        if norm is not None and not isinstance(norm, IdentityOp):
+        if not isinstance(getattr(layer.self_attention, name, None), (IdentityOp, type(None))):
             raise ConfigError(f"--recompute-method lynx does not support --qk-layernorm ({where})")
     frozen = [n for n, p in layer.named_parameters() if not p.requires_grad]
     if frozen:

@@ -120,9 +120,9 @@ class Replay:
         """
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, _never)
         args, kwargs = arguments
-        with rng.replaying(self.run.random), torch.enable_grad(), hooks:
-            with contextlib.suppress(ReplayDone):
-                self.finish(self.run.call(*args, **kwargs))
+        random = rng.replaying(self.run.random)
+        with contextlib.suppress(ReplayDone), random, torch.enable_grad(), hooks:
+            self.finish(self.run.call(*args, **kwargs))
         if self.wanted:
             lost = ", ".join(sorted({s.label for s in self.wanted}))
             raise TapeError(

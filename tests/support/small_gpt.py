@@ -50,7 +50,8 @@ def train_small_gpt(
 
     ``around(chunks)`` is a context entered for the training; it yields what wraps the schedule.
     Returns ``losses`` (one list of microbatch losses per step; empty but on the last stage),
-    ``grad_norms`` and ``gradients`` (one per step; none without ``keep_gradients``) and ``parameters`` (name to tensor, after the last step).
+    ``grad_norms`` and ``gradients`` (one per step; none without ``keep_gradients``) and
+    ``parameters`` (name to tensor, after the last step).
     """
     parallel_state.initialize_model_parallel(tp, pp, vpp)
     try:
