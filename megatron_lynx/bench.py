@@ -13,12 +13,14 @@ from dataclasses import replace
 from megatron_lynx import planner as planners
 from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.gpt import backward_slots, forward_slots
+from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job
 from megatron_lynx.partition.layout import chunks_of
 from megatron_lynx.plan import LayerPlan, StagePlan, Window
 from megatron_lynx.planner import PlannedStage, SolveOptions, StageProblem
 from megatron_lynx.schedule import has_forward_windows, in_flight
 from megatron_lynx.simulator.engine import SimStage, iteration_ns, play, program, sim_stage
+from megatron_lynx.simulator.ledger import GraphIndex
 from megatron_lynx.units import GIB, format_bytes
 
 Split = tuple[int, ...]
@@ -98,7 +100,9 @@ class Bench:
     def __init__(self, job: Job, options: SolveOptions, time_limit_s: float) -> None:
         self.job, self.options, self.time_limit_s = job, options, time_limit_s
         self._plans: dict[Key, PlannedStage | InfeasibleError] = {}
-        self._times: dict[int, SimStage] = {}
+        self._times: dict[int, tuple[PlannedStage, SimStage]] = {}
+        self._free: dict[tuple[int, tuple[int, ...]], SimStage] = {}
+        self._index = GraphIndex(job.graph)
         self._stalls: dict[int, int] = {}
 
     def stage(
@@ -251,19 +255,17 @@ class Bench:
                         best, value, moved = trial, worth, True
         return tuple(best)
 
-    def _kept(self, split: Split) -> list[SimStage]:
-        """The stages' times without any recomputation, whatever memory says."""
-        job, pp = self.job, self.job.parallel.pp
-        return [
-            sim_stage(
-                _keep(stage, chunks_of(split, pp, stage)),
-                job.graph,
-                job.costs,
-                job.parallel,
-                job.microbatches,
-            )
-            for stage in range(pp)
-        ]
+    def _kept(self, stage: int, layers: tuple[int, ...]) -> SimStage:
+        """A rank's times without any recomputation, whatever memory says."""
+        key = (stage, layers)
+        if key not in self._free:
+            self._free[key] = self._simulated(_keep(stage, chunks_of(layers, 1, 0)), self.job.graph)
+        return self._free[key]
+
+    def _simulated(self, plan: StagePlan, graph: LayerGraph) -> SimStage:
+        job = self.job
+        index = self._index if graph is job.graph else graph
+        return sim_stage(plan, index, job.costs, job.parallel, job.microbatches)
 
     def needed(self, stage: int, layers: tuple[int, ...], planner: str) -> int:
         """The smallest memory of a device with which some plan of ``planner`` fits."""
@@ -275,7 +277,8 @@ class Bench:
 
     def free_stalls(self, split: Split) -> tuple[int, ...]:
         """The stalls of a split without any recomputation."""
-        return self.stalls(self._kept(split))
+        stages = range(self.job.parallel.pp)
+        return self.stalls([self._kept(stage, self.layers(split, stage)) for stage in stages])
 
     def stalls(self, stages: Sequence[PlannedStage | SimStage]) -> tuple[int, ...]:
         """The steady wait of each stage before a backward."""
@@ -287,12 +290,10 @@ class Bench:
 
     def times(self, stage: PlannedStage) -> SimStage:
         """The times of a planned stage."""
-        if id(stage) not in self._times:
-            job = self.job
-            self._times[id(stage)] = sim_stage(
-                stage.plan, stage.graph, job.costs, job.parallel, job.microbatches
-            )
-        return self._times[id(stage)]
+        found = self._times.get(id(stage))
+        if found is None:
+            found = self._times[id(stage)] = (stage, self._simulated(stage.plan, stage.graph))
+        return found[1]
 
     def score(self, stages: Sequence[PlannedStage]) -> int:
         """Simulated time of a step, without the optimizer."""

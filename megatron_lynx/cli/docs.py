@@ -32,7 +32,7 @@ SETTINGS = (
     Setting("gpt-1.3b", 2, 4, 16),
     Setting("gpt-2.7b", 2, 4, 16),
     Setting("gpt-4.7b", 4, 4, 16),
-    Setting("gpt-7b", 4, 4, 8),
+    Setting("gpt-7b", 4, 4, 16),
     Setting("gpt-13b", 4, 8, 8),
     Setting("gpt-20b", 8, 4, 8),
     Setting("gpt-23b", 8, 5, 8),
@@ -50,7 +50,10 @@ measured. Sequence 2048, flash attention, 4 microbatches for every stage, no seq
   selective, full with the best `uniform` or `block` number).
 - *over checkmate*: speedup over the optimum **without** overlap. This, not the former, is what
   rebuilding inside windows and stalls is worth.
-- *opt* and *heu* are lynx's planners on Megatron's even split; *+ search* moves layers too.
+- *opt* and *heu* are lynx's planners on Megatron's even split; *+ search* moves layers too. *opt*
+  (the default) chooses layer by layer and is never below checkmate; *heu*, the paper's heuristic, has
+  one policy for all layers of a stage, and can be.
+- *adapipe* is a knapsack per stage without overlap; its other half is *+ search*.
 """
 
 

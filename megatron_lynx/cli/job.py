@@ -243,7 +243,7 @@ def _job(values: Mapping[str, Any], model: Model, *, check_split: bool) -> Job:
         parallel,
         batch,
         cluster=load_cluster(values["cluster"]),
-        costs=_profile(values["profile"]) if "profile" in values else None,
+        costs=read_profile(values["profile"]) if "profile" in values else None,
         memory_bytes=parse_bytes(budget, "--budget") if budget is not None else None,
         distributed_optimizer=values["distributed_optimizer"],
         layout=values.get("layout"),
@@ -251,7 +251,12 @@ def _job(values: Mapping[str, Any], model: Model, *, check_split: bool) -> Job:
     )
 
 
-def _profile(path: str) -> CostTable:
+def read_profile(path: str) -> CostTable:
+    """The costs in ``--profile FILE``.
+
+    Raises:
+        ConfigError: it cannot be read, or is no table of costs.
+    """
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
