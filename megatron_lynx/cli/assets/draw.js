@@ -139,9 +139,10 @@ function drawAxis(canvas, [from, to]) {
     context.lineTo(x, 5);
     context.stroke();
     context.textAlign = x < 20 ? "left" : x > width - 30 ? "right" : "center";
-    const whole = unit >= 1e9 ? 1e9 : unit >= 1e6 ? 1e6 : unit >= 1e3 ? 1e3 : 1;
+    const whole = to >= 1e9 ? 1e9 : to >= 1e6 ? 1e6 : to >= 1e3 ? 1e3 : 1;
     const text = { 1e9: "s", 1e6: "ms", 1e3: "\u00b5s", 1: "ns" }[whole];
-    context.fillText(`${+(time / whole).toFixed(2)} ${text}`, Math.min(Math.max(x, 0), width), 13);
+    const digits = Math.max(0, Math.ceil(Math.log10(whole / unit) - 1e-9));
+    context.fillText(`${(time / whole).toFixed(digits)} ${text}`, Math.min(Math.max(x, 0), width), 13);
   }
 }
 
@@ -174,7 +175,7 @@ function drawMemory(canvas, step, stage, [from, to], top) {
       below += size;
     });
   }
-  drawBudget(context, width, height - data.budget_bytes * scale);
+  if (limited) drawBudget(context, width, height - data.budget_bytes * scale);
   drawPeak(context, step, stage, [from, to], width, (bytes) => height - bytes * scale);
 }
 

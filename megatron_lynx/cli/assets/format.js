@@ -26,6 +26,10 @@ function bytesText(bytes) {
   return `${rounded(value)} TiB`;
 }
 
+// A run without a budget plans for more than any device has.
+const limited = data.budget_bytes < 2 ** 59;
+const budgetText = limited ? bytesText(data.budget_bytes) : "no budget";
+
 const percentText = (share) => `${(share * 100).toFixed(share < 0.1 ? 1 : 0)} %`;
 
 // "0-3, 8-11" for layer numbers in order.

@@ -42,7 +42,9 @@ function finding() {
   if (whole) parts.push(`${percentText(hidden / whole)} of the recomputation is hidden in windows and stalls. `);
   else parts.push("Nothing is recomputed. ");
   const worst = method.stages.reduce((a, b) => (a.peak.size_bytes >= b.peak.size_bytes ? a : b));
-  parts.push(`Stage ${worst.stage} holds most: ${bytesText(worst.peak.size_bytes)} of ${bytesText(data.budget_bytes)}, mostly ${OWNER_TEXT[worst.peak.owner] || worst.peak.owner}.`);
+  parts.push(`Stage ${worst.stage} holds most: ${bytesText(worst.peak.size_bytes)}${limited ? ` of ${budgetText}` : ""}, mostly ${OWNER_TEXT[worst.peak.owner] || worst.peak.owner}.`);
+  const run = data.measured && state.method === 0 ? data.measured.stages[0].sums[0] : null;
+  if (run) parts.push(` Measured: ${timeText(run.measured)} without the optimizer, for ${timeText(run.planned)} planned.`);
   return parts.join("");
 }
 
@@ -58,7 +60,7 @@ function renderHead() {
     `${model.num_layers} layers of ${model.hidden_size}, ${model.attention} attention`,
     sizes.join(", "),
     `sequence ${batch.seq_length}, ${batch.num_microbatches} microbatches of ${batch.micro_batch_size}`,
-    `${bytesText(data.budget_bytes)} a device`,
+    limited ? `${budgetText} a device` : budgetText,
     `costs: ${cluster.costs}`,
   ].join(" \u00b7 ");
   byId("finding").textContent = finding();
@@ -121,7 +123,7 @@ function renderLegends() {
   const used = data.owners.filter((owner) => data.methods.some((method) => (method.stages || []).some((stage) => stage.peak.owners[owner])));
   byId("owners").replaceChildren(
     ...["static", ...used].map((owner) => legendItem(owner, OWNER_COLOR[owner])),
-    make("li", {}, make("span", { style: { width: "18px", "border-top": "1.5px dashed var(--ink)" } }), `budget ${bytesText(data.budget_bytes)}`),
+    limited ? make("li", {}, make("span", { style: { width: "18px", "border-top": "1.5px dashed var(--ink)" } }), `budget ${budgetText}`) : "",
     make("li", {}, "\u25cb peak"),
   );
 }
@@ -139,7 +141,7 @@ function buildRows() {
     const title = Object.entries(peak.owners).map(([owner, bytes]) => `${owner}: ${bytesText(bytes)}`).join("\n");
     const text = make("span", { class: "label", title }, make("b", {}, `stage ${stage.stage}`),
       make("small", {}, `peak ${bytesText(peak.size_bytes)}`), make("small", {}, `mostly ${peak.owner}`), make("small", {}, where));
-    const about = `Memory of stage ${stage.stage}: peak ${bytesText(peak.size_bytes)} of ${bytesText(data.budget_bytes)} in ${where}, mostly ${peak.owner}`;
+    const about = `Memory of stage ${stage.stage}: peak ${bytesText(peak.size_bytes)} of ${budgetText} in ${where}, mostly ${peak.owner}`;
     return make("div", { class: "row memory", "data-stage": stage.stage }, text, make("canvas", { role: "img", "aria-label": about }));
   });
   byId("memory").replaceChildren(...memory);
@@ -184,7 +186,7 @@ function outline(context, width) {
 
 function drawAllMemory() {
   const range = byId("follow").checked ? [state.from, state.to] : [0, step().end];
-  const top = 1.04 * Math.max(data.budget_bytes < 2 ** 59 ? data.budget_bytes : 0, ...shown().stages.map((stage) => stage.peak.size_bytes));
+  const top = 1.04 * Math.max(limited ? data.budget_bytes : 0, ...shown().stages.map((stage) => stage.peak.size_bytes));
   byId("memory").querySelectorAll("canvas").forEach((canvas, stage) => drawMemory(canvas, step(), stage, range, top));
   drawAxis(byId("memory-axis"), range);
 }

@@ -1,0 +1,90 @@
+"""``lynx report DIR``: what a run did, planned beside measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from megatron_lynx.cli.html import methods_of, write_page
+from megatron_lynx.cli.html_data import Method, page_data
+from megatron_lynx.cli.job import read_profile, whole
+from megatron_lynx.cli.report import console, job_line, progress
+from megatron_lynx.cli.run_files import Report, measured, read_report
+from megatron_lynx.presets import load_cluster
+from megatron_lynx.units import format_bytes, format_ns
+
+SCHEMA = 1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this command's flags."""
+    parser.add_argument("folder", metavar="DIR", help="the folder that was given to --lynx-report")
+    parser.add_argument("--html", metavar="FILE", help="write a page: planned beside measured, and the plan")
+    parser.add_argument("--skip", type=whole, metavar="N", default=1, help="steps to leave out (default: 1)")
+    parser.add_argument("--profile", metavar="FILE", help="costs to price the plan by, for those of the run")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="likewise, estimated for a cluster")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, compare, print, write."""
+    report = read_report(
+        Path(args.folder),
+        skip=args.skip,
+        profile=read_profile(args.profile) if args.profile else None,
+        cluster=load_cluster(args.cluster) if args.cluster else None,
+    )
+    found = measured(report)
+    if args.html:
+        with progress("planning the other methods"):
+            write_page(_page(report, found), args.html)
+    if args.json:
+        sys.stdout.write(json.dumps({"schema": SCHEMA, **found}, indent=1) + "\n")
+        return 0
+    out = console()
+    out.print(job_line(report.job), markup=False)
+    for stage in found["stages"]:
+        out.print(_table(stage))
+    out.print(found["note"], style="dim", markup=False)
+    if args.html:
+        out.print(f"page written to {args.html}", markup=False)
+    return 0
+
+
+def _page(report: Report, found: dict[str, Any]) -> dict[str, Any]:
+    name = f"{report.plan.planner} (this run)"
+    chosen = Method(name=name, plan=report.plan, timeline=report.timeline)
+    methods = [chosen, *methods_of(report.job)]
+    return page_data(f"{report.job.model.name}: planned and measured", report.job, methods, found)
+
+
+def _table(stage: dict[str, Any]) -> Table:
+    """Two columns for each figure: the plan's, the run's."""
+    table = Table(title=f"stage {stage['stage']}: planned | measured")
+    table.add_column("in a step, or in one opening of a window", no_wrap=True)
+    for name in ("time or bytes", "opened", "work", "wait after it", "rebuilt bytes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in stage["sums"]:
+        text = format_ns if row["unit"] == "ns" else format_bytes
+        table.add_row(row["name"], _both(row["planned"], row["measured"], text))
+    table.add_section()
+    for row in stage["windows"]:
+        planned, found = row["planned"], row["measured"]
+        cells = [
+            _both(planned["opened"], found["opened"], lambda n: f"{n:g}"),
+            _both(planned["work_ns"], found["work_ns"], format_ns),
+            _both(planned["wait_ns"], found["wait_ns"], format_ns),
+            _both(planned["bytes"], found["bytes"], format_bytes),
+        ]
+        table.add_row(row["name"], "", *cells)
+    return table
+
+
+def _both(planned: Any, found: Any, text: Callable[[int], str]) -> str:
+    return " | ".join("-" if value is None else text(value) for value in (planned, found))
