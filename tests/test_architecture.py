@@ -63,7 +63,7 @@ HEAVY = {
 RANK_SUFFIX = "_job.py"
 """Files of ``cli`` that run on the ranks of a job that a command starts; they may use torch."""
 
-PURE = NOUNS | VERBS | {"bench", "workflow", "cli"}
+PURE = NOUNS | VERBS | {"bench", "workflow", "reproduction", "cli"}
 """What must work without torch."""
 
 TYPE_CYCLES = {"runtime/storage.py"}

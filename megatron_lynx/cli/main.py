@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("megatron_lynx.cli.explain", "what a plan drops, where it rebuilds it, where memory goes"),
     "simulate": ("megatron_lynx.cli.simulate", "run a plan's timeline; write a trace for Perfetto"),
     "report": ("megatron_lynx.cli.measured", "what a run did: planned beside measured"),
+    "reproduce": ("megatron_lynx.cli.reproduce", "two papers' tables computed again: docs/reproduction.md"),
     "run": ("megatron_lynx.cli.run", "an unmodified Megatron script, with --recompute-method lynx"),
     "profile": ("megatron_lynx.cli.profile", "measure layer, ends and links on the ranks that will train"),
     "bench": ("megatron_lynx.cli.bench", "measured: Megatron's own recomputation and lynx, on a real link"),
