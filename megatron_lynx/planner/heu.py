@@ -17,7 +17,7 @@ from megatron_lynx.plan import Choice, StagePlan, Window
 from megatron_lynx.planner.baselines import infeasible
 from megatron_lynx.planner.block import Block, Scale, Slot, Term, minus, tidy
 from megatron_lynx.planner.milp import HALF_NS_IN_US, Model, Solution
-from megatron_lynx.planner.price import Pricer, stage_plan
+from megatron_lynx.planner.price import Pricer, fits_whole, stage_plan
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import Answer, SolveOptions
 
@@ -27,9 +27,8 @@ Policy = Mapping[str, Key | str]
 
 def heu(problem: StageProblem, options: SolveOptions) -> Answer:
     """The best policy for all layers; proven, within its family of plans."""
-    plain = stage_plan(problem, {})
-    if Pricer(problem).price(plain).peak_bytes <= problem.budget_bytes:
-        return Answer(plan=plain, status="optimal", bound_ns=0)
+    if fits_whole(problem):
+        return Answer(plan=stage_plan(problem, {}), status="optimal", bound_ns=0)
     stage = _PolicyModel(problem, options, budget=True)
     solution = stage.solve()
     if not solution.values:

@@ -20,7 +20,7 @@ from megatron_lynx.planner.baselines import infeasible
 from megatron_lynx.planner.bound import PooledModel
 from megatron_lynx.planner.greedy import windows
 from megatron_lynx.planner.heu import heu
-from megatron_lynx.planner.price import Pricer, stage_plan
+from megatron_lynx.planner.price import Pricer, fits_whole, stage_plan
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import Answer, SolveOptions
 from megatron_lynx.planner.stage_model import StageModel
@@ -49,9 +49,8 @@ def mixed(problem: StageProblem, options: SolveOptions) -> Answer:
 
 
 def _answer(problem: StageProblem, options: SolveOptions, planner: str) -> Answer:
-    plain = stage_plan(problem, {})
-    if Pricer(problem).price(plain).peak_bytes <= problem.budget_bytes:
-        return Answer(plan=plain, status="optimal", bound_ns=0)
+    if fits_whole(problem):
+        return Answer(plan=stage_plan(problem, {}), status="optimal", bound_ns=0)
     found = _search(problem, options, budget=True, near_only=planner == "mixed")
     if found.plan is None:
         lowest = _search(problem, options, budget=False, near_only=planner == "mixed")

@@ -51,24 +51,30 @@ class Pricer:
         self.problem = problem
         self.graph = graph or problem.graph
         self.layers = problem.layers
-        forward = [w for w in problem.windows() if w.kind == "fwd"]
-        self.points = [*map(str, forward), "forward"]
-        self.points += [str(w) for w in problem.windows() if w.kind in ("stall", "head")]
-        self.before = len(self.points)
+        windows, order = problem.windows(), problem.backward_order
+        early = [w for w in windows if w.kind != "bwd"]
+        forwards = sum(w.kind == "fwd" for w in early)
+        self.points = [*map(str, early), *(f"backward {layer}" for layer in order)]
+        self.points.insert(forwards, "forward")
+        self.before = len(early) + 1
         """Points up to here come before any backward."""
-        self.points += [f"backward {layer}" for layer in problem.backward_order]
-        self.backward = {layer: self.before + i for i, layer in enumerate(problem.backward_order)}
-        self.at = {w: self._place(w) for w in problem.windows()}
-        self.capacity = {w: problem.capacity_ns(w) for w in problem.windows()}
+        self.backward = {layer: self.before + i for i, layer in enumerate(order)}
+        self.at = {w: self.backward[w.layer] for w in windows if w.kind == "bwd"}
+        self.at.update({w: i + (i >= forwards) for i, w in enumerate(early)})
+        self.capacity = {w: problem.capacity_ns(w) for w in windows}
         self.demand = {n: problem.demand_ns(n) for n in problem.graph.names}
         self.work = {n: problem.costs.rebuild_ns(n, hidden=True) for n in problem.graph.names}
         self.idle_work = {n: problem.costs.rebuild_ns(n, hidden=False) for n in problem.graph.names}
-        self.readers = {s.name: self.graph.readers(s.name) for s in self.graph.storages}
-
-    def _place(self, window: Window) -> int:
-        if window.kind == "bwd":
-            return self.backward[window.layer]
-        return self.points.index(str(window))
+        self.storages = [
+            (s.producer, s.size_bytes, bool(s.saved_by), self.graph.readers(s.name))
+            for s in self.graph.storages
+        ]
+        self.flights: dict[int, int] = {}
+        self.ends: dict[int, int] = {}
+        """The point after a layer's last chunk-mate's backward."""
+        for chunk, count in zip(problem.chunks, problem.in_flight, strict=True):
+            for layer in chunk:
+                self.flights[layer], self.ends[layer] = count, self.backward[chunk[0]] + 1
 
     def layer(self, index: int, choices: Choices, demand_at: int | None = None) -> LayerPrice:
         """Price one layer; ``demand_at`` is the point of its on-demand work if not its backward."""
@@ -77,15 +83,15 @@ class Pricer:
         when = {n: self.at[c] if isinstance(c, Window) else demand_at for n, c in choices.items()}
         rebuilt = np.zeros(len(self.points), dtype=np.int64)
         kept = carried = 0
-        for storage in self.graph.storages:
-            readers = [when[r] for r in self.readers[storage.name] if r in when]
-            if storage.producer not in when:
-                kept += storage.size_bytes if storage.saved_by or readers else 0
-            elif storage.saved_by or readers:
-                last = own if storage.saved_by else max(readers)
-                first = when[storage.producer]
-                rebuilt[first : last + 1] += storage.size_bytes
-                carried += storage.size_bytes if first < self.before <= last else 0
+        for producer, size, saved, reading in self.storages:
+            first = when.get(producer)
+            if first is None:
+                kept += size if saved or any(r in when for r in reading) else 0
+                continue
+            last = own if saved else max((when[r] for r in reading if r in when), default=-1)
+            if last >= 0:
+                rebuilt[first : last + 1] += size
+                carried += size if first < self.before <= last else 0
         exposed, loads = 0, dict[Window, int]()
         for name, choice in choices.items():
             if isinstance(choice, Window):
@@ -93,20 +99,15 @@ class Pricer:
                 loads[choice] = loads.get(choice, 0) + work[name]
             else:
                 exposed += self.demand[name]
-        memory = self._in_flight(index, kept)
-        for other, point in self.backward.items():
-            if self.problem.chunk_of(other) != self.problem.chunk_of(index):
-                rebuilt[point] = carried
+        memory = np.full(len(self.points), kept * self.flights[index], dtype=np.int64)
+        memory[own + 1 : self.ends[index]] -= kept
+        if len(self.problem.chunks) > 1:
+            rebuilt[self.ends[index] :] = carried
+            rebuilt[self.before : self.backward[self._mates(index)[-1]]] = carried
         return LayerPrice(memory + rebuilt, rebuilt, kept, exposed, loads)
 
-    def _in_flight(self, index: int, kept: int) -> Bytes:
-        """Kept bytes of all microbatches, one less in this chunk after the layer's backward."""
-        number, own = self.problem.chunk_of(index), self.backward[index]
-        memory = np.full(len(self.points), kept * self.problem.in_flight[number], dtype=np.int64)
-        for layer, point in self.backward.items():
-            if point > own and self.problem.chunk_of(layer) == number:
-                memory[point] -= kept
-        return memory
+    def _mates(self, index: int) -> tuple[int, ...]:
+        return self.problem.chunks[self.problem.chunk_of(index)]
 
     def price(self, plan: StagePlan) -> Price:
         """Price a whole plan."""
@@ -140,11 +141,7 @@ class Pricer:
             for window, load in price.loads.items():
                 loads[window] = loads.get(window, 0) + load
         excess = sum(max(0, load - self.capacity[w]) for w, load in loads.items())
-        flights = self.problem.in_flight
-        kept = sum(
-            p.kept * flights[self.problem.chunk_of(layer)]
-            for p, layer in zip(prices, self.layers, strict=True)
-        )
+        kept = sum(p.kept * self.flights[layer] for p, layer in zip(prices, self.layers, strict=True))
         peak = int(memory.argmax())
         return Price(
             exposed_ns=sum(p.exposed_ns for p in prices) + excess,
@@ -154,6 +151,13 @@ class Pricer:
             peak_bytes=int(memory[peak]),
             peak_point=self.points[peak],
         )
+
+
+def fits_whole(problem: StageProblem) -> bool:
+    """Whether everything can be kept."""
+    flights = sum(n * len(chunk) for n, chunk in zip(problem.in_flight, problem.chunks, strict=True))
+    extra = problem.workspace_bytes if problem.layers else 0
+    return problem.graph.kept_bytes() * flights + extra <= problem.budget_bytes
 
 
 def candidates(graph: LayerGraph) -> tuple[str, ...]:

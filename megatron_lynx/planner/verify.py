@@ -126,6 +126,12 @@ class _Referee:
         self.problem, self.plan, self.graph, self.soft = problem, plan, graph, soft
         self.notes = Walk()
         self.plans = {p.layer: p for p in plan.layers}
+        self.dropped = {p.layer: p.dropped for p in plan.layers}
+        self.regions = {region.name: region for region in self.graph.regions}
+        self.readers = {s.name: self.graph.readers(s.name) for s in self.graph.storages}
+        self.made = {name: self.graph.produced_by(name) for name in self.regions}
+        self.sizes = {s.name: s.size_bytes for s in self.graph.storages}
+        self.saved = {n: [s.producer for s in self.graph.storages if n in s.saved_by] for n in self.regions}
         self.held = {p.layer: self._kept(p) for p in plan.layers}
         self.flights = {
             layer: count
@@ -164,8 +170,7 @@ class _Referee:
 
     def _users(self, layer: int, storage: Storage) -> set[str]:
         """Who will read a rebuilt storage: ``bwd`` and the dropped regions that are yet to run."""
-        dropped = self.plans[layer].dropped
-        users = {r for r in self.graph.readers(storage.name) if r in dropped}
+        users = {r for r in self.readers[storage.name] if r in self.dropped[layer]}
         return users | ({"bwd"} if storage.saved_by else set())
 
     def _at_hand(self, layer: int, name: str) -> bool:
@@ -173,14 +178,14 @@ class _Referee:
 
     def _run_again(self, layer: int, region: str, point: str) -> None:
         """Note what ``region`` reads and makes."""
-        for read in self.graph.region(region).reads:
+        for read in self.regions[region].reads:
             if not self._at_hand(layer, read):
                 self._fault("not-ready", point, layer, region)
             elif (layer, read) in self.again:
                 self.again[layer, read].discard(region)
                 self._release(layer, read)
         self.expected.add((layer, region))
-        for storage in self.graph.produced_by(region):
+        for storage in self.made[region]:
             users = self._users(layer, storage)
             users = {u for u in users if u == "bwd" or (layer, u) not in self.expected}
             if self._users(layer, storage):
@@ -198,7 +203,7 @@ class _Referee:
         for layer, region in pairs:
             if (layer, region) in self.expected:
                 continue
-            if self.graph.region(region).communicates or region == INPUT:
+            if self.regions[region].communicates or region == INPUT:
                 self._fault("communicates", str(window), layer, region)
             if not self.problem.serves(window, layer, region):
                 self._fault("late", str(window), layer, region)
@@ -215,18 +220,17 @@ class _Referee:
     def _backward(self, layer: int, due: dict[Window, tuple[tuple[int, str], ...]]) -> None:
         """Windows and on-demand rebuilding of one layer, from its last region to its first."""
         point, before = f"backward {layer}", self.notes.exposed_ns
-        if INPUT in self.plans[layer].dropped:
+        if INPUT in self.dropped[layer]:
             self._restore_input(layer, point)
         slots = list(self.problem.backward_slots)
         for place in range(len(self.graph.regions) - 1, -1, -1):
             region = self.graph.regions[place].name
-            for storage in self.graph.storages:
-                if region in storage.saved_by:
-                    self._need(layer, storage.producer, point)
+            for producer in self.saved[region]:
+                self._need(layer, producer, point)
             while slots and slots[0].partition(".")[0] == region:
                 window = Window("bwd", layer, slots.pop(0))
                 self._open(window, due.get(window, ()))
-        for name in self.plans[layer].dropped:
+        for name in self.dropped[layer]:
             self._need(layer, name, point)
         self.notes.steps.append(Step(point, 0, self.notes.exposed_ns - before))
         self._close(point, layer)
@@ -238,7 +242,7 @@ class _Referee:
 
     def _need(self, layer: int, region: str, point: str) -> None:
         """Rebuild ``region`` on demand if it was dropped and is not at hand, after what it reads."""
-        if region not in self.plans[layer].dropped or (layer, region) in self.expected:
+        if region not in self.dropped[layer] or (layer, region) in self.expected:
             return
         choice = self.plans[layer].choice(region)
         if isinstance(choice, Window):
@@ -246,7 +250,7 @@ class _Referee:
             self._fault("late" if late else "not-ready", str(choice) if late else point, layer, region)
             self.expected.add((layer, region))
             return
-        for read in self.graph.region(region).reads:
+        for read in self.regions[region].reads:
             if not self._at_hand(layer, read):
                 self._need(layer, self.graph.storage(read).producer, point)
         if region != INPUT:
@@ -273,7 +277,7 @@ class _Referee:
 
     def _rebuilt_of(self, layers: Iterable[int]) -> int:
         wanted = set(layers)
-        return sum(self.graph.storage(name).size_bytes for layer, name in self.again if layer in wanted)
+        return sum(self.sizes[name] for layer, name in self.again if layer in wanted)
 
     def _close(self, point: str, layer: int | None = None) -> None:
         """Count what is alive, then let go what nobody will read."""

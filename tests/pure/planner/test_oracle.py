@@ -75,6 +75,7 @@ def test_a_window_more_never_costs_more(problem: StageProblem) -> None:
         for kind in closed:
             fewer = exposed(problem, name, SolveOptions(**{**closed, kind: True}))
             assert exposed(problem, name) <= fewer <= exposed(problem, name, SolveOptions(**closed))
+    assert exposed(problem, "opt", SolveOptions(soft=True)) <= exposed(problem, "opt")
 
 
 @FEW
