@@ -59,3 +59,17 @@ lynx_venv() {
     "$folder/bin/python" -m pip install -qq --disable-pip-version-check --editable "$LYNX_ROOT[$extras]" || return 1
     echo "$stamp" >"$folder/lynx-stamp"
 }
+
+# The page's tests drive a headless Chromium. Where there is none, root on Debian gets it; the tests say the rest.
+lynx_chromium() {
+    local name
+    for name in "${LYNX_CHROMIUM:-chromium}" chromium-browser google-chrome google-chrome-stable chrome; do
+        if command -v "$name" >/dev/null; then
+            return 0
+        fi
+    done
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+        echo "Installing Chromium for the tests of the HTML page"
+        apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null
+    fi || echo "Chromium could not be installed: the tests of the HTML page will fail" >&2
+}

@@ -81,7 +81,10 @@ function stackBar(parts, whole, extra = "") {
 
 function methodRow(method, index) {
   const choose = make("button", { type: "button", "aria-pressed": String(index === state.method), disabled: !method.plan }, method.name);
-  choose.addEventListener("click", () => show(index));
+  choose.addEventListener("click", () => {
+    show(index); // which makes the table anew: the new button takes over the keyboard
+    byId("methods").querySelector('[aria-pressed="true"]').focus({ preventScroll: true });
+  });
   const name = make("th", { scope: "row" }, choose);
   const row = make("tr", { "data-method": method.name, "data-shown": index === state.method }, name);
   if (!isShown(method)) {
@@ -217,7 +220,6 @@ function show(index) {
     [state.from, state.to] = step().steady();
     drawAll();
   }
-  byId("methods").querySelector('[aria-pressed="true"]')?.focus({ preventScroll: true });
 }
 
 // --- theme and start
@@ -246,7 +248,6 @@ function start() {
   renderLegends();
   renderMeasured();
   show(Math.max(0, data.methods.findIndex((method) => method.plan)));
-  document.activeElement.blur();
   addEventListener("resize", drawAll);
   document.documentElement.dataset.ready = "yes";
 }
