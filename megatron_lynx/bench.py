@@ -78,8 +78,8 @@ ROUNDS = 4
 _STALL_STEP = 16
 """Stalls are rounded down to this fraction of a layer's forward, so that plans can be shared."""
 
-Key = tuple[int, tuple[int, ...], int, str]
-"""Stage, layers of each chunk, length of the stall, planner."""
+Key = tuple[int, tuple[int, ...], int, str, bool]
+"""Stage, layers of each chunk, length of the stall, planner, whether work may overrun a window."""
 
 Pools = list[list[PlannedStage]]
 """For each stage the plans to choose from."""
@@ -111,14 +111,18 @@ class Bench:
         layers: tuple[int, ...],
         planner: str,
         stall_ns: int = 0,
+        *,
+        soft: bool = False,
         limit_s: float | None = None,
     ) -> PlannedStage:
         """Plan rank ``stage`` with so many layers in each chunk, numbered from 0.
 
+        ``soft`` lets work overrun its window, where the job's options allow it.
+
         Raises:
             InfeasibleError: with the smallest memory of the device that would do.
         """
-        key = (stage, layers, stall_ns, planner)
+        key = (stage, layers, stall_ns, planner, soft)
         if key not in self._plans:
             self._plans[key] = self._solve(key, limit_s)
         found = self._plans[key]
@@ -127,9 +131,9 @@ class Bench:
         return found
 
     def _solve(self, key: Key, limit_s: float | None) -> PlannedStage | InfeasibleError:
-        stage, layers, stall_ns, planner = key
+        stage, layers, stall_ns, planner, soft = key
         problem = stage_problem(self.job, stage, chunks_of(layers, 1, 0), stall_ns)
-        options = self.options
+        options = replace(self.options, soft=soft and self.options.soft)
         if limit_s is not None:
             options = replace(options, time_limit_s=min(options.time_limit_s, max(0.5, limit_s)))
         try:
@@ -162,18 +166,18 @@ class Bench:
         Raises:
             InfeasibleError: of the stage that lacks most.
         """
-        if planner not in OVERLAPPING or self.job.parallel.pp == 1:
+        if planner not in OVERLAPPING:
             return self.whole(split, planner)
         pools, started = self._pools(), time.monotonic()
+        errors = self._settle(pools, split, "heu" if planner == "opt" else planner, rounds)
         if planner != "opt":
-            return self._pick(pools, self._settle(pools, split, planner, rounds))
-        self._settle(pools, split, "heu", rounds)
+            return self._pick(pools, errors)
         self._offer(pools, split, "checkmate", [0] * len(pools))
         stalls = self._made_for(pools) or self.free_stalls(split)
-        errors = self._offer(pools, split, "opt", stalls, started + self.time_limit_s / 2)
+        errors = self._offer(pools, split, "opt", stalls, deadline=started + self.time_limit_s / 2)
         if not errors:
             again = self.stalls(self._pick(pools))
-            self._offer(pools, split, "opt", again, started + self.time_limit_s)
+            self._offer(pools, split, "opt", again, deadline=started + self.time_limit_s)
         return self._pick(pools, errors)
 
     def _pools(self) -> Pools:
@@ -189,6 +193,8 @@ class Bench:
         split: Split,
         planner: str,
         stalls: Sequence[int],
+        *,
+        soft: bool = False,
         deadline: float | None = None,
     ) -> list[InfeasibleError]:
         """Add a plan for each stage to its pool; returns why some stages got none.
@@ -199,7 +205,9 @@ class Bench:
         for stage, pool in enumerate(pools):
             left = None if deadline is None else (deadline - time.monotonic()) / (len(pools) - stage)
             try:
-                planned = self.stage(stage, self.layers(split, stage), planner, stalls[stage], left)
+                planned = self.stage(
+                    stage, self.layers(split, stage), planner, stalls[stage], soft=soft, limit_s=left
+                )
             except InfeasibleError as error:
                 errors.append(error)
                 continue
@@ -209,7 +217,7 @@ class Bench:
 
     def _settle(self, pools: Pools, split: Split, planner: str, rounds: int) -> list[InfeasibleError]:
         """Offer plans for no stalls at all, for stalls as they are without recomputation, then as
-        the plans make them, until they repeat."""
+        the plans make them, until they repeat; for the best of these, plans that may overrun."""
         errors = self._offer(pools, split, planner, [0] * len(pools))
         stalls, seen = self.free_stalls(split), set[tuple[int, ...]]()
         for _ in range(rounds):
@@ -219,10 +227,15 @@ class Bench:
             self._offer(pools, split, planner, stalls)
             if not all(pools):
                 break
-            made = [self._plans[s, self.layers(split, s), stalls[s], planner] for s in range(len(pools))]
+            made = [
+                self._plans[s, self.layers(split, s), stalls[s], planner, False] for s in range(len(pools))
+            ]
             if any(isinstance(plan, InfeasibleError) for plan in made):
                 break
             stalls = self.stalls([plan for plan in made if isinstance(plan, PlannedStage)])
+        best = self._made_for(pools)
+        if best is not None and self.options.soft and rounds > 1:
+            self._offer(pools, split, planner, best, soft=True)
         return errors
 
     def _pick(
@@ -270,7 +283,7 @@ class Bench:
     def needed(self, stage: int, layers: tuple[int, ...], planner: str) -> int:
         """The smallest memory of a device with which some plan of ``planner`` fits."""
         small = replace(self.job, memory_bytes=1)
-        key = (stage, layers, 0, planner)
+        key = (stage, layers, 0, planner, False)
         found = Bench(small, self.options, self.time_limit_s)._solve(key, None)
         assert isinstance(found, InfeasibleError)
         return found.needed_bytes

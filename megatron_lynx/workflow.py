@@ -8,18 +8,16 @@ static memory leaves; simulate the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_lynx import planner as planners
-from megatron_lynx.bench import Bench, Split, does_not_fit
+from megatron_lynx.bench import Bench, Split
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError, InfeasibleError, PlanError
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job, make_job
-from megatron_lynx.partition.balance import Evaluations, Partition, even, greedy, search
-from megatron_lynx.partition.layout import Layout, parse_layout
-from megatron_lynx.partition.seeds import bottleneck
+from megatron_lynx.partition.layout import Layout
 from megatron_lynx.plan import Plan, fingerprint
 from megatron_lynx.planner import PlannedStage, SolveOptions
 from megatron_lynx.planner.baselines import megatron_graph
@@ -28,6 +26,7 @@ from megatron_lynx.schedule import in_flight
 from megatron_lynx.simulator.engine import SimJob, simulate
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.spec import Batch, Model, Parallel
+from megatron_lynx.splits import given_split, searched
 
 __all__ = [
     "MEGATRON_METHODS",
@@ -56,8 +55,17 @@ _ONE_NUMBER = ("full-uniform", "full-block")
 TIME_LIMIT_S = 40.0
 """What ``opt`` may take for one split of a job."""
 
-OPTIONS = SolveOptions(relative_gap=0.01)
-"""A stage is solved to within a hundredth of what it rebuilds on demand."""
+OPTIONS = SolveOptions(relative_gap=0.01, soft=True)
+"""A stage is solved to within a hundredth of what it rebuilds on demand; all windows may be used, and
+overrun where the simulated step gets shorter by it."""
+
+SWITCHES: Mapping[str, SolveOptions] = {
+    "without stalls": replace(OPTIONS, stall=False),
+    "without forward windows": replace(OPTIONS, forward=False),
+    "without backward windows": replace(OPTIONS, backward=False),
+    "without overrun": replace(OPTIONS, soft=False),
+}
+"""What each kind of window is worth: ``opt`` with all of them but one."""
 
 
 def planner_names() -> tuple[str, ...]:
@@ -168,75 +176,6 @@ def _assemble(bench: Bench, planner: str, split: Split) -> Planned:
     )
 
 
-def _searched(bench: Bench, planner: str, partition: str) -> Split:
-    """The split that ``partition`` finds for a planner; for ``opt``, by way of ``heu``.
-
-    Raises:
-        InfeasibleError: no split fits (``greedy``: the one it starts from does not).
-    """
-    job, pp = bench.job, bench.job.parallel.pp
-    quick = "heu" if planner in ("opt", "mixed") else planner
-    start = Partition(pp=pp, layers=given_split(job))
-    stalls = bench.free_stalls(start.layers)
-    evaluations = Evaluations(
-        plan_stage=lambda rank, layers: bench.stage(rank, layers, quick, stalls[rank]),
-        score=bench.iteration,
-        period=lambda stage: bench.times(stage).period_ns,
-        whole=lambda split: bench.best(split.layers, quick, rounds=1),
-    )
-    if partition == "greedy":
-        return greedy(start, evaluations).partition.layers
-    try:
-        found = search(job.model.num_layers, pp, job.parallel.vpp, evaluations, job.microbatches)
-    except InfeasibleError as error:
-        return _roomiest(bench, planner, quick, error)
-    return found.partition.layers
-
-
-def _roomiest(bench: Bench, planner: str, quick: str, error: InfeasibleError) -> Split:
-    """When ``quick`` finds no split: the one that needs least memory, if ``planner`` fits it.
-
-    Raises:
-        InfeasibleError: it does not; says which memory and which split would. With several chunks
-            per rank the splits are too many, and ``error`` is raised.
-    """
-    job, pp, total = bench.job, bench.job.parallel.pp, bench.job.model.num_layers
-    if job.parallel.vpp > 1:
-        raise error
-    needed = [{n: bench.needed(rank, (n,), quick) for n in range(1, total - pp + 2)} for rank in range(pp)]
-    split = bottleneck(needed, total)
-    if split is None:
-        raise error
-    own = needed
-    if planner != quick:
-        own = [{n: bench.needed(rank, (n,), planner)} for rank, n in enumerate(split)]
-    stage = max(range(pp), key=lambda rank: own[rank][split[rank]])
-    if own[stage][split[stage]] <= job.memory_bytes:
-        return split
-    static = job.footprint(stage, split[stage]).static_bytes
-    found = does_not_fit(job, stage, own[stage][split[stage]], static, planner)
-    found.args = (f"{found}, with {' '.join(map(str, split))} layers a stage",)
-    raise found from error
-
-
-def given_split(job: Job) -> Split:
-    """The split of the job's layout, or the even one.
-
-    Raises:
-        ConfigError: the layout is malformed, or has another number of layers or stages.
-    """
-    if job.layout is None:
-        return even(job.model.num_layers, job.parallel.pp, job.parallel.vpp).layers
-    layout = parse_layout(job.layout, job.parallel.pp)
-    layout.check_num_layers(job.model.num_layers)
-    if layout.vpp != job.parallel.vpp:
-        raise ConfigError(
-            f"--layout {job.layout} has {layout.vpp} stages per rank, but --vpp is {job.parallel.vpp}; "
-            f"--vpp {layout.vpp} works"
-        )
-    return layout.counts
-
-
 def plan_job(
     job: Job,
     planner: str = "opt",
@@ -264,7 +203,7 @@ def _plan(bench: Bench, planner: str, partition: str) -> Planned:
     if partition == "keep" or bench.job.parallel.pp == 1:
         return _assemble(bench, planner, given)
     found = []
-    for split in dict.fromkeys((_searched(bench, planner, partition), given)):
+    for split in dict.fromkeys((searched(bench, planner, partition), given)):
         try:
             found.append(_assemble(bench, planner, split))
         except InfeasibleError:
@@ -356,25 +295,31 @@ def compare(
     *,
     partitioned: Iterable[str] = ("adapipe", "heu", "opt"),
     options: SolveOptions = OPTIONS,
+    switches: bool = False,
     time_limit_s: float = TIME_LIMIT_S,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Row, ...]:
     """Every method on the job's own split, then those of ``partitioned`` with ``search``.
 
-    A method that does not fit gives a row that says why. ``progress`` is told what comes next.
+    A method that does not fit gives a row that says why. With ``switches``, rows of ``opt`` with
+    one kind of window switched off follow. ``progress`` is told what comes next.
     """
-    rows, bench = [], Bench(job, options, time_limit_s)
-    chosen = [(method, "keep") for method in methods] + [(method, "search") for method in partitioned]
-    for method, partition in chosen:
-        name = method if partition == "keep" else f"{method} + {partition}"
+    benches = {"": Bench(job, options, time_limit_s)}
+    chosen = [(method, "keep", "") for method in methods]
+    chosen += [(method, "search", "") for method in partitioned]
+    if switches:
+        benches |= {name: Bench(job, changed, time_limit_s) for name, changed in SWITCHES.items()}
+        chosen += [("opt", "keep", name) for name in SWITCHES]
+    rows = []
+    for method, partition, switch in chosen:
+        suffix = f" {switch}" if switch else "" if partition == "keep" else f" + {partition}"
         if progress is not None:
-            progress(name)
+            progress(method + suffix)
         try:
-            planned = _plan(bench, method, partition)
-            made = planned.plan.planner if partition == "keep" else f"{planned.plan.planner} + {partition}"
-            rows.append(planned.row(made))
+            planned = _plan(benches[switch], method, partition)
+            rows.append(planned.row(planned.plan.planner + suffix))
         except InfeasibleError as error:
-            rows.append(Row(method=name, planner=method, fits=False, reason=str(error)))
+            rows.append(Row(method=method + suffix, planner=method, fits=False, reason=str(error)))
     return tuple(rows)
 
 

@@ -16,6 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this command's flags."""
     add_job_flags(parser, plans=False)
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument("--switches", action="store_true", help="also opt with one kind of window off")
     parser.add_argument("--docs", metavar="FILE", help="write the comparison of all presets as Markdown")
 
 
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     with progress("planning") as status:
         rows = compare(
             job,
+            switches=args.switches,
             time_limit_s=choices.time_limit_s,
             progress=lambda name: status.update(f"planning: {name}"),
         )

@@ -25,6 +25,7 @@ from megatron_lynx.workflow import (
     MEGATRON_METHODS,
     METHODS,
     OPTIONS,
+    SWITCHES,
     best_of,
     check_plan,
     compare,
@@ -87,6 +88,17 @@ def test_lynx_is_never_below_either_baseline() -> None:
         speedup = lynx.speedup_over(other)
         assert speedup is not None
         assert speedup >= 1
+
+
+def test_switches_show_what_each_window_is_worth() -> None:
+    rows = compare(TIGHT, ("checkmate", "opt"), partitioned=(), switches=True)
+    assert [row.method for row in rows[2:]] == [f"opt {name}" for name in SWITCHES]
+    checkmate, everything = rows[0].iteration_ns, rows[1].iteration_ns
+    assert checkmate is not None
+    assert everything is not None
+    for row in rows[2:]:
+        assert row.iteration_ns is not None
+        assert row.iteration_ns <= checkmate
 
 
 def test_moving_layers_is_never_worse() -> None:

@@ -1,0 +1,82 @@
+"""Which layers go to which stage: the job's own layout, or what the partitioner finds.
+
+Composes ``partition``, which knows neither planners nor the simulator, with ``Bench``.
+"""
+
+from __future__ import annotations
+
+from megatron_lynx.bench import Bench, Split, does_not_fit
+from megatron_lynx.errors import ConfigError, InfeasibleError
+from megatron_lynx.job import Job
+from megatron_lynx.partition.balance import Evaluations, Partition, even, greedy, search
+from megatron_lynx.partition.layout import parse_layout
+from megatron_lynx.partition.seeds import bottleneck
+
+
+def searched(bench: Bench, planner: str, partition: str) -> Split:
+    """The split that ``partition`` finds for a planner; for ``opt``, by way of ``heu``.
+
+    Raises:
+        InfeasibleError: no split fits (``greedy``: the one it starts from does not).
+    """
+    job, pp = bench.job, bench.job.parallel.pp
+    quick = "heu" if planner in ("opt", "mixed") else planner
+    start = Partition(pp=pp, layers=given_split(job))
+    stalls = bench.free_stalls(start.layers)
+    evaluations = Evaluations(
+        plan_stage=lambda rank, layers: bench.stage(rank, layers, quick, stalls[rank]),
+        score=bench.iteration,
+        period=lambda stage: bench.times(stage).period_ns,
+        whole=lambda split: bench.best(split.layers, quick, rounds=1),
+    )
+    if partition == "greedy":
+        return greedy(start, evaluations).partition.layers
+    try:
+        found = search(job.model.num_layers, pp, job.parallel.vpp, evaluations, job.microbatches)
+    except InfeasibleError as error:
+        return _roomiest(bench, planner, quick, error)
+    return found.partition.layers
+
+
+def _roomiest(bench: Bench, planner: str, quick: str, error: InfeasibleError) -> Split:
+    """When ``quick`` finds no split: the one that needs least memory, if ``planner`` fits it.
+
+    Raises:
+        InfeasibleError: it does not; says which memory and which split would. With several chunks
+            per rank the splits are too many, and ``error`` is raised.
+    """
+    job, pp, total = bench.job, bench.job.parallel.pp, bench.job.model.num_layers
+    if job.parallel.vpp > 1:
+        raise error
+    needed = [{n: bench.needed(rank, (n,), quick) for n in range(1, total - pp + 2)} for rank in range(pp)]
+    split = bottleneck(needed, total)
+    if split is None:
+        raise error
+    own = needed
+    if planner != quick:
+        own = [{n: bench.needed(rank, (n,), planner)} for rank, n in enumerate(split)]
+    stage = max(range(pp), key=lambda rank: own[rank][split[rank]])
+    if own[stage][split[stage]] <= job.memory_bytes:
+        return split
+    static = job.footprint(stage, split[stage]).static_bytes
+    found = does_not_fit(job, stage, own[stage][split[stage]], static, planner)
+    found.args = (f"{found}, with {' '.join(map(str, split))} layers a stage",)
+    raise found from error
+
+
+def given_split(job: Job) -> Split:
+    """The split of the job's layout, or the even one.
+
+    Raises:
+        ConfigError: the layout is malformed, or has another number of layers or stages.
+    """
+    if job.layout is None:
+        return even(job.model.num_layers, job.parallel.pp, job.parallel.vpp).layers
+    layout = parse_layout(job.layout, job.parallel.pp)
+    layout.check_num_layers(job.model.num_layers)
+    if layout.vpp != job.parallel.vpp:
+        raise ConfigError(
+            f"--layout {job.layout} has {layout.vpp} stages per rank, but --vpp is {job.parallel.vpp}; "
+            f"--vpp {layout.vpp} works"
+        )
+    return layout.counts
