@@ -9,7 +9,6 @@ it is the one that is used.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import runpy
 import sys
 from pathlib import Path
@@ -35,17 +34,8 @@ def run(args: argparse.Namespace) -> int:
     # Before anything imports Megatron: the script's own checkout must win over an installed wheel.
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *args.arguments]
-    from megatron_lynx.integration.cpu import cpu_backend_if_requested
-    from megatron_lynx.integration.dataset_helpers import shipped_dataset_helpers
-    from megatron_lynx.integration.norm import sequence_parallel_norm
-    from megatron_lynx.integration.recorder import recorder_if_requested
-    from megatron_lynx.integration.trainer import lynx_trainer
+    from megatron_lynx.integration.entry import megatron_run
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(cpu_backend_if_requested())
-        stack.enter_context(sequence_parallel_norm())
-        stack.enter_context(shipped_dataset_helpers())
-        stack.enter_context(recorder_if_requested())
-        stack.enter_context(lynx_trainer())
+    with megatron_run():
         runpy.run_path(str(script), run_name="__main__")
     return 0

@@ -21,8 +21,8 @@ PARTITIONS = ("keep", "greedy", "search")
 def add_lynx_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Megatron's ``extra_args_provider``: let ``--recompute-method`` take ``lynx``, add the flags."""
     for action in parser._actions:
-        if action.dest == "recompute_method" and action.choices is not None:
-            action.choices = (*action.choices, METHOD)
+        if action.dest == "recompute_method" and METHOD not in (action.choices or (METHOD,)):
+            action.choices = (*(action.choices or ()), METHOD)
     group = parser.add_argument_group(title="lynx recomputation (--recompute-method lynx)")
     group.add_argument("--lynx-plan", metavar="FILE", help="carry out this plan (`lynx plan --output FILE`)")
     group.add_argument(
@@ -157,10 +157,31 @@ def check_arguments(args: Namespace) -> None:
             raise ConfigError(f"--lynx-{flag} {name}: there is no such file; `lynx {flag}` writes one")
     if args.lynx_budget:
         parse_bytes(args.lynx_budget, "--lynx-budget")
-    if args.lynx_partition != "keep" and args.pipeline_model_parallel_layout is not None:
+    if args.lynx_partition != "keep":
+        _check_partition(args)
+
+
+def _check_partition(args: Namespace) -> None:
+    """Refuse a split that somebody else decides, or that nothing is known about."""
+    asked = f"--lynx-partition {args.lynx_partition}"
+    for field in (
+        "pipeline_model_parallel_layout",
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+    ):
+        value = getattr(args, field, None)
+        if value is not None:
+            flag = "--" + field.replace("_", "-")
+            raise ConfigError(f"{asked} and {flag} {value} exclude each other; --lynx-partition keep works")
+    if args.pipeline_model_parallel_size == 1:
         raise ConfigError(
-            f"--lynx-partition {args.lynx_partition} and --pipeline-model-parallel-layout "
-            f"{args.pipeline_model_parallel_layout} exclude each other; --lynx-partition keep works"
+            f"{asked} needs --pipeline-model-parallel-size above 1; --lynx-partition keep works"
+        )
+    if not args.lynx_profile:
+        raise ConfigError(
+            f"{asked} needs costs before the model is built: --lynx-profile FILE (`lynx profile`) works"
         )
 
 

@@ -63,3 +63,31 @@ def batch_of(args: Namespace) -> Batch:
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
     )
+
+
+def model_before_validation(args: Namespace) -> Model:
+    """The model's shape as far as parsed arguments tell, before Megatron has validated them.
+
+    Good enough to split layers over stages: the vocabulary is not padded yet, and Megatron's
+    defaults are taken from ``spec``.
+    """
+    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size or 51200
+    return Model(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        vocab_size=vocabulary,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        kv_channels=args.kv_channels,
+        ffn_hidden_size=args.ffn_hidden_size,
+        swiglu=args.swiglu,
+        position_embedding_type="rope" if args.position_embedding_type == "rope" else "learned_absolute",
+        max_position_embeddings=args.max_position_embeddings,
+        normalization=args.normalization,
+        add_bias_linear=args.add_bias_linear,
+        untie_embeddings_and_output_weights=args.untie_embeddings_and_output_weights,
+        attention_dropout=args.attention_dropout,
+        hidden_dropout=args.hidden_dropout,
+        attention="unfused",
+        dtype_bytes=2 if args.bf16 or args.fp16 else 4,
+    )

@@ -28,9 +28,10 @@ from megatron_lynx.integration.arguments import (
     with_lynx_arguments,
 )
 from megatron_lynx.integration.binding import transformer_layers
+from megatron_lynx.integration.cpu import cpu_backend_active
 from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
 from megatron_lynx.integration.install import install
-from megatron_lynx.integration.planning import Asked, make_plan
+from megatron_lynx.integration.planning import Asked, make_plan, split_layout
 from megatron_lynx.integration.report import ReportWriter
 from megatron_lynx.integration.session import Session
 from megatron_lynx.integration.targets import TARGETS, Target
@@ -126,6 +127,17 @@ def _device_bytes(device: torch.device) -> int | None:
     return int(total * 0.92)
 
 
+def _split(args: Namespace) -> None:
+    """Carry out ``--lynx-partition``: set the layout that the user left open, and say so."""
+    cuda = torch.cuda.is_available() and torch.version.cuda is not None
+    device = torch.device("cuda" if cuda and not cpu_backend_active() else "cpu")
+    memory = budget_bytes(args) or _device_bytes(device) or UNLIMITED_BYTES
+    layout = split_layout(args, memory)
+    args.pipeline_model_parallel_layout = layout
+    found = "keeps the even split" if layout is None else f"--pipeline-model-parallel-layout '{layout}'"
+    print_rank_0(f"> lynx: --lynx-partition {args.lynx_partition}: {found}")
+
+
 def _summary(plan: Plan) -> str:
     dropped = sum(len(layer.choices) for stage in plan for layer in stage.layers)
     layers = sum(len(stage.layers) for stage in plan)
@@ -192,6 +204,8 @@ def _argument_targets() -> tuple[Target, ...]:
     def validate(original: Callable[..., Any], _: Hooks) -> Callable[..., Any]:
         def validate_args(args: Any, *more: Any, **kwargs: Any) -> Any:
             check_arguments(args)
+            if lynx_requested(args) and args.lynx_partition != "keep":
+                _split(args)
             return original(args, *more, **kwargs)
 
         return validate_args
