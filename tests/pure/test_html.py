@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +220,20 @@ def test_folder_without_steps_is_refused(capsys: Captured, run: Path) -> None:
     assert "is no folder" in capsys.readouterr().err
 
 
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_wheel_takes_all_files_along() -> None:
+    """Each file of the package that is no Python matches a pattern of the package data."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        patterns = tomllib.load(file)["tool"]["setuptools"]["package-data"]["*"]
+    others = [
+        p.name for p in (ROOT / "megatron_lynx").rglob("*") if p.is_file() and "__pycache__" not in p.parts
+    ]
+    assert not [n for n in others if not n.endswith(".py") and not any(fnmatch(n, one) for one in patterns)]
+
+
 def test_scripts_are_short() -> None:
-    folder = Path(__file__).parents[2] / "megatron_lynx" / "cli" / "assets"
+    folder = ROOT / "megatron_lynx" / "cli" / "assets"
     assert {path.name for path in folder.iterdir()} == {*SCRIPTS, "page.html", "page.css"}
     assert all(len(path.read_text("utf-8").splitlines()) <= 400 for path in folder.iterdir())
