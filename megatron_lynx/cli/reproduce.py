@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
+from megatron_lynx.cli.job import fraction
 from megatron_lynx.cli.report import console, progress
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.reproduction.document import document, images
-from megatron_lynx.reproduction.overlap import Result, from_json, measure, settings, to_json
+from megatron_lynx.reproduction.overlap import OPTIONS, Result, from_json, measure, settings, to_json
 from megatron_lynx.reproduction.text_times import Timings
 
 DEFAULT = "docs/reproduction.md"
@@ -28,6 +30,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep the settings that are in the JSON already; without it all are planned again (minutes)",
     )
+    parser.add_argument(
+        "--time-limit",
+        type=fraction,
+        metavar="SECONDS",
+        default=OPTIONS.time_limit_s,
+        help=f"of the solver ({OPTIONS.time_limit_s:g}); more where other programs share the processor",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,15 +44,20 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output)
     if output.suffix != ".md":
         raise ConfigError(f"--output {args.output!r} is not a Markdown file; --output {DEFAULT} works")
+    if args.time_limit <= 0:
+        raise ConfigError(f"--time-limit {args.time_limit:g} leaves no time; --time-limit 4 works")
     record = output.with_suffix(".json")
-    known = _known(record) if args.reuse else ()
+    known = {result.setting: result for result in _known(record)} if args.reuse else {}
+    options = replace(OPTIONS, time_limit_s=args.time_limit)
     with progress("predicting the times of arXiv 2205.05198") as status:
-        timings = Timings.predict()
-        old, results = {result.setting: result for result in known}, list[Result]()
+        timings, results = Timings.predict(), list[Result]()
         for setting in settings():
-            status.update(f"planning: {setting} on {setting.cluster}")
-            results.append(old.get(setting) or measure(setting))
-            _write(record, to_json(results) if len(results) >= len(known) else to_json(known))
+            if setting not in known:
+                status.update(f"planning: {setting} on {setting.cluster}")
+                known[setting] = measure(setting, options=options)
+                _write(record, to_json(tuple(known.values())))
+            results.append(known[setting])
+    _write(record, to_json(results))
     _write(output, document(timings, results))
     for name, text in images(timings, results).items():
         _write(output.parent / "images" / name, text)

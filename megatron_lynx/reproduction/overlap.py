@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter_ns
 from typing import Any, Literal
@@ -35,7 +35,7 @@ PRIOR = ("full-uniform", "full-block", "selective")
 """What Megatron has; with ``checkmate`` this is the prior work that the paper names."""
 
 OPTIONS = SolveOptions(time_limit_s=4.0, relative_gap=0.001)
-"""A plan proven within 0.1 % counts as optimal; OPT may take four seconds a stage and phase."""
+"""A plan proven within 0.1 % counts as optimal; the solver may take four seconds at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,9 @@ MOVED = ("heu + greedy", "heu + search", "checkmate + split", "opt + split")
 """Methods with the partitioner."""
 
 
-def measure(setting: Setting, names: Sequence[str] = (*KEEP, *MOVED)) -> Result:
+def measure(
+    setting: Setting, names: Sequence[str] = (*KEEP, *MOVED), options: SolveOptions = OPTIONS
+) -> Result:
     """Plan a setting with every method of ``names``."""
     outcomes: dict[str, Outcome] = {}
     for name in names:
@@ -184,7 +186,7 @@ def measure(setting: Setting, names: Sequence[str] = (*KEEP, *MOVED)) -> Result:
                 continue
         started = perf_counter_ns()
         try:
-            planned = plan_job(setting.job(layout), method, partition or "keep", OPTIONS)
+            planned = plan_job(setting.job(layout), method, partition or "keep", options)
             outcomes[name] = Outcome.of(planned, perf_counter_ns() - started)
         except InfeasibleError:
             outcomes[name] = Outcome(iteration_ns=None)
@@ -256,9 +258,3 @@ def from_json(text: str, where: str) -> tuple[Result, ...]:
         raise ConfigError(
             f"{where} does not hold results of `lynx reproduce` ({error!r}); without --reuse it is made anew"
         ) from error
-
-
-def without_clock(result: Result) -> Result:
-    """The result without the times of searches, which differ from run to run."""
-    still = {name: replace(o, search_ns=0, stage_ns=0) for name, o in result.outcomes.items()}
-    return replace(result, outcomes=still)
