@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import LynxError
+from megatron_lynx.integration.describe import model_before_validation
 from megatron_lynx.integration.measuring import agreed, measure
 from megatron_lynx.plan import Plan, parse_plan
 from megatron_lynx.spec import Batch, Model, Parallel
@@ -56,6 +59,41 @@ def _plan(asked: Asked, table: CostTable) -> Plan:
         layout=asked.layout,
         distributed_optimizer=asked.distributed_optimizer,
     )
+
+
+def split_layout(args: Namespace, memory_bytes: int) -> str | None:
+    """Megatron's layout string for ``--lynx-partition``; None where its even split is best.
+
+    Runs on every rank before the model exists, so it plans with ``heu``, which no time limit stops:
+    equal arguments give equal splits.
+
+    Raises:
+        ConfigError, InfeasibleError: as planning does.
+    """
+    table = CostTable.from_json(Path(args.lynx_profile).read_text(), "--lynx-profile")
+    ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    parallel = Parallel(
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        dp=max(1, int(os.environ.get("WORLD_SIZE", "1")) // ranks),
+        sequence_parallel=args.sequence_parallel,
+    )
+    batch = Batch(
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size or args.micro_batch_size * parallel.dp,
+    )
+    plan = plan_with_costs(
+        model_before_validation(args),
+        parallel,
+        batch,
+        costs=replace(table, graph=""),  # measured for the exact shape; this one lacks the padding
+        memory_bytes=memory_bytes,
+        planner="heu",
+        partition=args.lynx_partition,
+        distributed_optimizer=args.use_distributed_optimizer,
+    )
+    return plan.layout
 
 
 def from_rank_0(make: Callable[[], str]) -> str:

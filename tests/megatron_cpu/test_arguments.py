@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from megatron.training import arguments
 
+from megatron_lynx.cost import CostTable, LayerCosts
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.integration.arguments import REFUSALS, Refusal, check_arguments, with_lynx_arguments
+from megatron_lynx.integration.planning import split_layout
 
 MODEL = [
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32"),
@@ -98,3 +100,44 @@ def test_no_flag_of_the_users_is_changed(monkeypatch: pytest.MonkeyPatch, tmp_pa
     before: dict[str, Any] = dict(vars(args))
     check_arguments(args)
     assert vars(args) == before
+
+
+def profile(path: Path, head_ns: int) -> Path:
+    """A table of costs in which a layer takes 2 ms and the head ``head_ns`` more than the others."""
+    layer = LayerCosts(forward_ns={"linear_fc1": 1_000_000}, dgrad_ns={"linear_fc1": 1_000_000}, wgrad_ns={})
+    path.write_text(CostTable(layer=layer, head_forward_ns=head_ns, head_backward_ns=head_ns).to_json())
+    return path
+
+
+PP2 = ("--recompute-method", "lynx", "--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
+
+
+@pytest.mark.parametrize(("head_ns", "layout"), [(0, None), (2_000_000, "Ettt|tL")])
+def test_a_partition_moves_layers_away_from_a_heavy_head(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, head_ns: int, layout: str | None
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    path = profile(tmp_path / "costs.json", head_ns)
+    flags = ["--lynx-partition", "search", "--lynx-profile", str(path)]
+    args = parsed(monkeypatch, *PP2, "--vocab-size", "256", *flags)
+    check_arguments(args)
+    assert split_layout(args, 1 << 60) == layout
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ([], ["needs costs before the model is built", "--lynx-profile FILE"]),
+        (["--pipeline-model-parallel-layout", "Et*2|t*2L"], ["exclude each other", "keep works"]),
+        (["--num-layers-per-virtual-pipeline-stage", "1"], ["exclude each other", "keep works"]),
+        (["--pipeline-model-parallel-size", "1"], ["above 1", "keep works"]),
+    ],
+)
+def test_a_partition_that_somebody_else_decides_is_refused(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], parts: list[str]
+) -> None:
+    args = parsed(monkeypatch, *PP2, "--lynx-partition", "search", *flags)
+    with pytest.raises(ConfigError) as caught:
+        check_arguments(args)
+    for part in ("--lynx-partition search", *parts):
+        assert part in str(caught.value)
