@@ -66,7 +66,7 @@ function renderHead() {
   byId("finding").textContent = finding();
 }
 
-const BAR = ["forward", "backward", "recompute-exposed", "wait", "recompute-hidden", "recompute-stall", "idle"];
+const BAR = ["forward", "backward", "recompute-hidden", "recompute-stall", "recompute-exposed", "wait", "idle"];
 
 function stackBar(parts, whole, extra = "") {
   const bar = make("span", { class: `stack ${extra}` });
