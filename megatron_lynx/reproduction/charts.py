@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-_LABEL, _PLOT, _VALUE, _BAR, _GAP, _TOP, _BOTTOM = 260, 480, 60, 11, 9, 66, 34
+_LABEL, _PLOT, _VALUE, _BAR, _GAP, _TOP, _BOTTOM = 300, 480, 60, 11, 9, 66, 34
 _STYLE = """<style>
  text { font: 12px system-ui, sans-serif; fill: #1c2733 }
  .title { font-size: 15px; font-weight: 600 }

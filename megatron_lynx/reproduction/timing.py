@@ -144,7 +144,7 @@ class StepTimes:
 
     def errors(self) -> dict[str, float]:
         """Relative errors of the two steps, and of the gain (as a ratio of step times)."""
-        found = {"present": self.present_ns / 1e9 / self.row.present_s.value - 1}
+        found = {"selective + SP": self.present_ns / 1e9 / self.row.present_s.value - 1}
         if self.full_ns is not None and self.row.full_s is not None:
             found["full"] = self.full_ns / 1e9 / self.row.full_s.value - 1
             published = self.row.full_s.value / self.row.present_s.value
