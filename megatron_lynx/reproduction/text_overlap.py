@@ -103,9 +103,10 @@ def summary(results: Sequence[Result]) -> str:
         prose(
             "`-`: nothing to compare with. Methods with a partitioner are compared with the others on the",
             "even split here; every setting below has them on one split as well. Read *over checkmate*",
-            "for what windows and stalls are worth: most of the speedup over Megatron's own options comes from choosing well what to drop, which",
-            "`checkmate` does as well. Only `checkmate` and OPT choose layer by layer; HEU has one policy",
-            "for all layers of a stage, and can lose to `checkmate` where memory is tight and links fast.",
+            "for what windows and stalls are worth: most of the speedup over Megatron's own options comes",
+            "from choosing well what to drop, which `checkmate` does as well. Only `checkmate` and OPT",
+            "choose layer by layer; HEU has one policy for all layers of a stage, and can lose to",
+            "`checkmate` where memory is tight and links are fast.",
         )
     )
     return "\n".join(parts)
