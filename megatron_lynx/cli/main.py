@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("megatron_lynx.cli.run", "an unmodified Megatron script, with --recompute-method lynx"),
     "profile": ("megatron_lynx.cli.profile", "measure layer, ends and links on the ranks that will train"),
     "bench": ("megatron_lynx.cli.bench", "measured: Megatron's own recomputation and lynx, on a real link"),
+    "args": ("megatron_lynx.cli.args", "the Megatron flags of a job, for launch scripts"),
 }
 """Command name -> (module, one line of help)."""
 
