@@ -15,8 +15,9 @@ import time
 from dataclasses import dataclass
 
 from megatron_lynx.errors import InfeasibleError
-from megatron_lynx.plan import StagePlan
+from megatron_lynx.plan import StagePlan, Window
 from megatron_lynx.planner.baselines import infeasible
+from megatron_lynx.planner.block import tidy
 from megatron_lynx.planner.bound import PooledModel
 from megatron_lynx.planner.greedy import windows
 from megatron_lynx.planner.heu import heu
@@ -57,7 +58,27 @@ def _answer(problem: StageProblem, options: SolveOptions, planner: str) -> Answe
         raise infeasible(problem, planner, round(lowest.value))
     bound = max(0, math.ceil(found.bound - 0.5))
     status = "optimal" if found.value <= bound else "heuristic" if planner == "mixed" else "limit"
-    return Answer(plan=found.plan, status=status, bound_ns=min(bound, round(found.value)))
+    plan = restore(problem, found.plan)
+    return Answer(plan=plan, status=status, bound_ns=min(bound, round(found.value)))
+
+
+def restore(problem: StageProblem, plan: StagePlan) -> StagePlan:
+    """Keep what is rebuilt in a window although there is room to keep it, longest work first.
+
+    Rebuilding there costs nothing on paper; in fact it takes power and bandwidth.
+    """
+    pricer = Pricer(problem)
+    made = {p.layer: dict(p.choices) for p in plan.layers}
+    prices = {layer: pricer.layer(layer, choices) for layer, choices in made.items()}
+    total = pricer.memory(list(prices.values()))
+    hidden = [(pricer.work[n], k, n) for k, c in made.items() for n in c if isinstance(c[n], Window)]
+    for _, layer, name in sorted(hidden, key=lambda entry: -entry[0]):
+        fewer = tidy(problem, {n: c for n, c in made[layer].items() if n != name})
+        price = pricer.layer(layer, fewer)
+        changed = total - prices[layer].memory + price.memory
+        if int(changed.max()) <= problem.budget_bytes:
+            made[layer], prices[layer], total = fewer, price, changed
+    return stage_plan(problem, made)
 
 
 def _search(problem: StageProblem, options: SolveOptions, *, budget: bool, near_only: bool) -> _Found:
