@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.cli.run_files import measured, read_report
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.integration.dataset import build_dataset, dataset_arguments
 from megatron_lynx.plan import LayerPlan, Plan, StagePlan, Window, parse_plan
@@ -128,9 +129,13 @@ class Runs:
         lines = (self._path(name) / "rank1.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines]
 
+    def report(self, name: str) -> Path:
+        """The run's report."""
+        return self._path(name) / "report"
+
     def plan(self, name: str) -> Plan:
         """The plan that the run reported."""
-        return parse_plan((self._path(name) / "report" / "plan.txt").read_text())
+        return parse_plan((self.report(name) / "plan.txt").read_text())
 
     def steps(self, name: str, rank: int) -> list[dict[str, Any]]:
         """The run's report of one rank."""
@@ -215,6 +220,23 @@ def test_a_plan_of_windows_alone_rebuilds_nothing_on_demand(runs: Runs) -> None:
             assert step["rebuilt_bytes"]["bwd"] > 0
             assert step["rebuilt_bytes"]["head"] > 0
             assert not step["rebuilt_bytes"].get("demand")
+
+
+@pytest.mark.parametrize("name", [name for name in LYNX_RUNS if name not in ("tp full", "tp plan")])
+def test_lynx_report_sets_the_plan_beside_the_run(runs: Runs, name: str) -> None:
+    """What was planned happened: kept bytes, openings of windows in the backward, bytes rebuilt in them."""
+    found = measured(read_report(runs.report(name)))
+    assert found["clock"] == "host"
+    assert [stage["stage"] for stage in found["stages"]] == list(range(len(runs.plan(name).stages)))
+    for stage in found["stages"]:
+        sums = {row["name"]: row for row in stage["sums"]}
+        assert sums["kept by a microbatch"]["measured"] == sums["kept by a microbatch"]["planned"]
+        assert sums["schedule"]["measured"] > sums["rebuilt in windows"]["measured"]
+        for row in stage["windows"]:
+            if row["kind"] == "bwd":
+                assert row["measured"]["opened"] == row["planned"]["opened"]
+                assert row["measured"]["bytes"] == row["planned"]["bytes"]
+                assert row["measured"]["work_ns"] > 0
 
 
 def test_an_unmodified_script_takes_the_flag(tmp_path: Path) -> None:
