@@ -9,6 +9,7 @@ static memory leaves; simulate the whole step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_lynx import planner as planners
@@ -187,7 +188,8 @@ def plan_job(
     """Plan a job with one planner.
 
     ``partition`` is ``keep`` (the job's layout, or an even split), ``greedy`` (the paper's) or
-    ``search``, which is never worse than ``keep``. ``time_limit_s`` bounds solving by ``opt``.
+    ``search``, which is never worse than ``keep``. ``opt`` is never worse than ``checkmate`` or
+    ``heu`` with the same partition. ``time_limit_s`` bounds solving by ``opt``.
 
     Raises:
         ConfigError: no planner or partition of that name, or a layout that is not this job's.
@@ -202,8 +204,12 @@ def _plan(bench: Bench, planner: str, partition: str) -> Planned:
     given = given_split(bench.job)
     if partition == "keep" or bench.job.parallel.pp == 1:
         return _assemble(bench, planner, given)
+    splits = [searched(bench, planner, partition)]
+    if planner == "opt" and partition == "search":
+        with suppress(InfeasibleError):
+            splits.append(searched(bench, "checkmate", partition))
     found = []
-    for split in dict.fromkeys((searched(bench, planner, partition), given)):
+    for split in dict.fromkeys((*splits, given)):
         try:
             found.append(_assemble(bench, planner, split))
         except InfeasibleError:
@@ -293,7 +299,7 @@ def compare(
     job: Job,
     methods: Iterable[str] = METHODS,
     *,
-    partitioned: Iterable[str] = ("adapipe", "heu", "opt"),
+    partitioned: Iterable[str] = ("checkmate", "adapipe", "heu", "opt"),
     options: SolveOptions = OPTIONS,
     switches: bool = False,
     time_limit_s: float = TIME_LIMIT_S,
@@ -333,3 +339,11 @@ def best_of(rows: Sequence[Row], planners: Iterable[str]) -> Row | None:
         and (row.planner in names or row.planner.rstrip("-0123456789") in names)
     ]
     return min(fitting, key=lambda row: row.iteration_ns or 0, default=None)
+
+
+def reference(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The optimum without overlap that a row is to be measured by: ``checkmate`` with the same
+    freedom to move layers. None if it does not fit."""
+    moved = row.method.endswith("+ search")
+    same = [one for one in rows if one.planner == "checkmate" and one.method.endswith("+ search") == moved]
+    return next((one for one in same if one.fits), None)

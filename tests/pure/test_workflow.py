@@ -33,6 +33,7 @@ from megatron_lynx.workflow import (
     plan_job,
     plan_with_costs,
     planner_names,
+    reference,
     timeline_of,
 )
 
@@ -65,6 +66,7 @@ def test_every_method_has_a_row() -> None:
     assert set(METHODS) <= set(planner_names())
     assert [row.method.rstrip("-0123456789") for row in ROWS[: len(METHODS)]] == list(METHODS)
     assert [row.method for row in ROWS[len(METHODS) :]] == [
+        "checkmate + search",
         "adapipe + search",
         "heu + search",
         "opt + search",
@@ -88,6 +90,12 @@ def test_lynx_is_never_below_either_baseline() -> None:
         speedup = lynx.speedup_over(other)
         assert speedup is not None
         assert speedup >= 1
+    for row in ROWS:
+        if row.planner == "opt":
+            same = reference(row, ROWS)
+            assert same is not None
+            assert same.method == row.method.replace("opt", "checkmate")
+            assert (row.speedup_over(same) or 0) >= 1
 
 
 def test_switches_show_what_each_window_is_worth() -> None:
