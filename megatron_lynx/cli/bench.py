@@ -109,7 +109,7 @@ def _measure(args: argparse.Namespace, console: Console) -> Iterator[Case]:
     for name in names:
         if name not in CASES:
             raise ConfigError(f"--cases {name}: {','.join(CASES)} works")
-    pairs = [(name, link) for link in links for name in names]
+    pairs = [(name, link) for link in links for name in names if CASES[name].every_link or link == links[0]]
     seconds = max(30.0, args.minutes * 60 / len(pairs) - START_S)
     with _interruptible(), ExitStack() as stack:
         joined = stack.enter_context(two_hosts()) if links != ["loopback"] else None

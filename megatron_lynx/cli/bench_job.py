@@ -13,6 +13,7 @@ class BenchJob:
     """One parallel setting: its sizes, its batch, Megatron's methods in it, and lynx's budgets.
 
     Budgets are shares of the peak without recomputation, or with a plus above full recomputation's.
+    A case that is not for ``every_link`` runs over the first one only.
     """
 
     tp: int
@@ -21,6 +22,7 @@ class BenchJob:
     microbatches: int
     stock: tuple[str, ...]
     budgets: str
+    every_link: bool = True
 
 
 CASES = {
@@ -39,6 +41,7 @@ CASES = {
         microbatches=4,
         stock=("full", "block", "selective"),
         budgets="10%+,60%,80%",
+        every_link=False,
     ),
 }
 """Tensor parallelism shows the windows of collectives, pipeline parallelism the stalls."""

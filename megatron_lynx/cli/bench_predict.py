@@ -92,18 +92,20 @@ class Predictor:
         """The meter's peak on one rank."""
         forward, backward, ends = (self.sets[name] for name in ("forward", "backward", "ends"))
         own = self.job.footprint(stage, len(plan.stages[stage].layers))
-        gradients = backward.get(_GRADIENTS, 0)
-        held, best = own.embedding_bytes + self._mask_bytes + self._checkpoint_bytes(plan), 0
+        gradients, checkpoint = backward.get(_GRADIENTS, 0), self._checkpoint_bytes(plan)
+        again = {layer.layer for layer in plan.stages[stage].layers if layer.dropped}
+        held, best = own.embedding_bytes + self._mask_bytes, 0
         for run in timeline.runs[stage]:
             inside = timeline.inside(run)
             if not run.action.forward and stage == self.job.parallel.pp - 1:
                 best = max(best, held + ends.get("head", 0))
             for delta in (*inside.early_deltas, *inside.body_deltas):
+                besides = checkpoint if delta.layer in again and not run.action.forward else 0
                 if delta.size_bytes < 0:  # the backward of a region ends: it was at work until now
-                    best = max(best, held + backward.get(delta.name, 0))
+                    best = max(best, held + besides + backward.get(delta.name, 0))
                 held += delta.size_bytes
                 if delta.size_bytes > 0:
-                    more = 0 if run.action.forward else gradients
+                    more = 0 if run.action.forward else besides + gradients
                     best = max(best, held + more + forward.get(delta.name, 0))
             if run.action.forward and stage == 0:
                 best = max(best, held + ends.get("embedding", 0) * (not best))

@@ -10,6 +10,8 @@ import contextlib
 import json
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +52,16 @@ def _for_gpus() -> list[str]:
     return []
 
 
+def _end_with(parent: int) -> None:
+    """End this process when ``parent`` is gone: a bench that is killed outright must leave no ranks."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(3)
+
+
 def main() -> int:
     """Run one rank; the exit code is 2 for what a user can mend."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         run(Path(sys.argv[1]))
     except LynxError as error:
