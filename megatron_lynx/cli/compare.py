@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from megatron_lynx.cli.docs import write_comparison
+from megatron_lynx.cli.html import comparison_page, write_page
 from megatron_lynx.cli.job import add_job_flags, choices_from
 from megatron_lynx.cli.report import compare_table, console, job_line, print_notes, progress
 from megatron_lynx.rows import compare_json
@@ -17,6 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_job_flags(parser, plans=False)
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("--switches", action="store_true", help="also opt with one kind of window off")
+    parser.add_argument("--html", metavar="FILE", help="write a page: each method's timeline, memory, plan")
     parser.add_argument("--docs", metavar="FILE", help="write the comparison of all presets as Markdown")
 
 
@@ -35,10 +37,15 @@ def run(args: argparse.Namespace) -> int:
             time_limit_s=choices.time_limit_s,
             progress=lambda name: status.update(f"planning: {name}"),
         )
+    if args.html:
+        with progress("planning for the page"):
+            write_page(comparison_page(job, choices.time_limit_s), args.html)
     if args.json:
         sys.stdout.write(compare_json(job, rows))
         return 0
     out = console()
     out.print(job_line(job), markup=False)
     out.print(compare_table(job, rows))
+    if args.html:
+        out.print(f"page written to {args.html}", markup=False)
     return 0

@@ -7,6 +7,7 @@ policy in it forbids every request, so that it works offline and stays as it was
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -15,10 +16,13 @@ from megatron_lynx.cli.html_data import Json, Method, page_data
 from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.job import Job
 from megatron_lynx.plan import Plan
-from megatron_lynx.workflow import MEGATRON_METHODS, METHODS, plan_job, timeline_of
+from megatron_lynx.workflow import MEGATRON_METHODS, METHODS, TIME_LIMIT_S, plan_job, timeline_of
 
 SCRIPTS = ("format.js", "timeline.js", "draw.js", "tables.js", "hands.js", "page.js")
 """The script's parts, in the order in which they run."""
+
+MOVABLE = ("checkmate", "adapipe", "heu", "opt")
+"""Methods that a comparison shows with the layers moved between stages too."""
 
 _PARTS = files("megatron_lynx.cli") / "assets"
 
@@ -47,24 +51,47 @@ def write_page(data: Json, path: str) -> None:
         raise ConfigError(f"--html {path!r} cannot be written ({error}); --html lynx.html works") from error
 
 
-def plan_page(job: Job, name: str, plan: Plan) -> Json:
+def plan_page(job: Job, name: str, plan: Plan, time_limit_s: float = TIME_LIMIT_S) -> Json:
     """The data of one plan beside all methods on the job's own split."""
     chosen = Method(name=name, plan=plan, timeline=timeline_of(job, plan), megatron=_is_megatron(plan))
-    others = [method for method in methods_of(job) if method.name != name]
+    others = [method for method in methods_of(job, time_limit_s=time_limit_s) if method.name != name]
     return page_data(f"{job.model.name}: {name}", job, [chosen, *others])
 
 
-def methods_of(job: Job, partition: str = "keep") -> list[Method]:
-    """Every method, planned and simulated; those that do not fit say why."""
+def comparison_page(job: Job, time_limit_s: float = TIME_LIMIT_S) -> Json:
+    """The data of all methods, those that can with the layers moved between stages too."""
+    methods = methods_of(job, time_limit_s=time_limit_s)
+    if job.parallel.pp > 1:
+        methods += methods_of(job, MOVABLE, "search", time_limit_s)
+    data = page_data(f"{job.model.name}: all methods", job, methods)
+    fitting = [i for i, method in enumerate(data["methods"]) if method["fits"]]
+    shown = min(fitting, key=lambda i: data["methods"][i]["iteration_ns"], default=0)
+    return {**data, "shown": shown}
+
+
+def methods_of(
+    job: Job,
+    names: Sequence[str] = METHODS,
+    partition: str = "keep",
+    time_limit_s: float = TIME_LIMIT_S,
+) -> list[Method]:
+    """Methods, planned and simulated; those that do not fit say why."""
     found = []
-    for method in METHODS:
+    for name in names:
+        suffix = "" if partition == "keep" else f" + {partition}"
         try:
-            plan = plan_job(job, method, partition).plan
+            plan = plan_job(job, name, partition, time_limit_s=time_limit_s).plan
         except InfeasibleError as error:
-            found.append(Method(name=method, reason=str(error), megatron=method in MEGATRON_METHODS))
+            found.append(Method(name=name + suffix, reason=str(error), megatron=name in MEGATRON_METHODS))
             continue
-        timeline = timeline_of(job, plan)
-        found.append(Method(name=plan.planner, plan=plan, timeline=timeline, megatron=_is_megatron(plan)))
+        found.append(
+            Method(
+                name=plan.planner + suffix,
+                plan=plan,
+                timeline=timeline_of(job, plan),
+                megatron=_is_megatron(plan),
+            )
+        )
     return found
 
 

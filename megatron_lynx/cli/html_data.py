@@ -44,7 +44,7 @@ class Method:
 
 
 def page_data(title: str, job: Job, methods: Sequence[Method], measured: Json | None = None) -> Json:
-    """Everything that the page shows; ``methods[0]`` is shown first."""
+    """Everything that the page shows; ``shown`` is the place of the method to begin with."""
     return {
         "schema": SCHEMA,
         "title": title,
@@ -55,6 +55,7 @@ def page_data(title: str, job: Job, methods: Sequence[Method], measured: Json | 
         "regions": region_names(job.graph, [m.plan for m in methods if m.plan]),
         "budget_bytes": job.memory_bytes,
         "methods": [_method(job, method) for method in methods],
+        "shown": 0,
         "measured": measured,
     }
 

@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         write_trace(timeline, job, plan, args.trace)
     if args.html:
         with progress("planning the other methods"):
-            write_page(plan_page(job, _name(choices, args.plan, plan), plan), args.html)
+            name = _name(choices, args.plan, plan)
+            write_page(plan_page(job, name, plan, choices.time_limit_s), args.html)
     if args.json:
         sys.stdout.write(_json(timeline, job, plan))
         return 0

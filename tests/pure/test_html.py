@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.cli.html import SCRIPTS, methods_of, page, plan_page
+from megatron_lynx.cli.html import MOVABLE, SCRIPTS, methods_of, page, plan_page
 from megatron_lynx.cli.html_data import Method, page_data
 from megatron_lynx.cli.main import main
 from megatron_lynx.job import Job, make_job
@@ -116,6 +116,17 @@ def test_simulate_writes_a_page(capsys: Captured, tmp_path: Path) -> None:
     assert f"page written to {file}" in capsys.readouterr().out.replace("\n", "")
     data = embedded(file.read_text("utf-8"))
     assert (data["methods"][0]["name"], len(data["methods"][0]["stages"])) == ("heu", 4)
+
+
+def test_compare_writes_a_page_that_begins_with_the_fastest(capsys: Captured, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    assert main(["compare", *SMALL, "--html", str(file)]) == 0
+    assert f"page written to {file}" in capsys.readouterr().out.replace("\n", "")
+    data = embedded(file.read_text("utf-8"))
+    names = [method["name"] for method in data["methods"]]
+    assert names[-len(MOVABLE) :] == [f"{name} + search" for name in MOVABLE]
+    times = [method["iteration_ns"] for method in data["methods"] if method["fits"]]
+    assert data["methods"][data["shown"]]["iteration_ns"] == min(times)
 
 
 def test_page_that_cannot_be_written_is_refused(capsys: Captured, tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ function start() {
   listen();
   renderLegends();
   renderMeasured();
-  show(Math.max(0, data.methods.findIndex((method) => method.plan)));
+  show(data.shown);
   addEventListener("resize", drawAll);
   document.documentElement.dataset.ready = "yes";
 }
