@@ -15,6 +15,9 @@ from megatron_lynx.rows import Row
 from megatron_lynx.units import format_bytes, format_ns
 from megatron_lynx.workflow import MEGATRON_METHODS, best_of, reference
 
+NO_BUDGET_BYTES = 1 << 59
+"""More than any device has: a run that named no budget plans for 2^60."""
+
 NOT_FOR_MACHINES = 160
 """Width of tables when the output is not a terminal, so that nothing is cut."""
 
@@ -46,10 +49,12 @@ def job_line(job: Job) -> str:
     sizes += [f"DP {p.dp}"] if p.dp > 1 else []
     sizes += ["SP"] if p.sequence_parallel else []
     place = job.cluster.name if job.cluster else "no cluster"
+    limited = job.memory_bytes < NO_BUDGET_BYTES
+    budget = f"{format_bytes(job.memory_bytes)} a device" if limited else "no budget"
     return (
         f"{job.model.name} ({job.model.attention} attention) on {place}, {', '.join(sizes)}, "
         f"sequence {b.seq_length}, batch {b.micro_batch_size} x {job.microbatches} microbatches, "
-        f"{format_bytes(job.memory_bytes)} a device; costs: {job.costs.source}"
+        f"{budget}; costs: {job.costs.source}"
     )
 
 

@@ -280,12 +280,13 @@ class Executor:
     def replaying(self) -> Iterator[None]:
         """Inside, collectives are plain and open no windows."""
         self._replaying += 1
-        start = self.clock.mark()
+        timed = self._where is None  # work in a window is timed as a whole
+        start = self.clock.mark() if timed else 0
         try:
             yield
         finally:
             self._replaying -= 1
-            self._replay = (start, self.clock.mark())
+            self._replay = (start, self.clock.mark() if timed else 0)
 
     def rebuilt(self, tape: LayerTape, storages: int, size_bytes: int) -> None:
         """A replay gave memory back to ``storages`` storages."""
