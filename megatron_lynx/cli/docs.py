@@ -43,8 +43,9 @@ user picks for speed: so large that not everything can be kept."""
 _HEAD = """# Comparison
 
 Written by `lynx compare --docs docs/comparison.md`; do not edit. Every figure is **simulated** from
-estimated costs (a roofline with the efficiencies and link rates of `configs/clusters`), none is
+estimated costs (a roofline with the efficiencies and link rates of `megatron_lynx/configs/clusters`), none is
 measured. Sequence 2048, flash attention, 4 microbatches for every stage, no sequence parallelism.
+`opt` may think for 40 s about one split, so its last digits depend on the machine that wrote this.
 
 - *over Megatron*: speedup over the best of Megatron's own options that fits (no recomputation,
   selective, full with the best `uniform` or `block` number).
