@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_lynx.cli.job import fraction
 from megatron_lynx.cli.report import console, progress
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.reproduction.document import document, images
-from megatron_lynx.reproduction.overlap import OPTIONS, Result, from_json, measure, settings, to_json
+from megatron_lynx.reproduction.overlap import Result, from_json, measure, settings, to_json
 from megatron_lynx.reproduction.text_times import Timings
+from megatron_lynx.workflow import TIME_LIMIT_S
 
 DEFAULT = "docs/reproduction.md"
 
@@ -34,8 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         type=fraction,
         metavar="SECONDS",
-        default=OPTIONS.time_limit_s,
-        help=f"of the solver ({OPTIONS.time_limit_s:g}); more where other programs share the processor",
+        default=TIME_LIMIT_S,
+        help=f"what opt may take for one split ({TIME_LIMIT_S:g}); more on a busy machine",
     )
 
 
@@ -45,16 +45,17 @@ def run(args: argparse.Namespace) -> int:
     if output.suffix != ".md":
         raise ConfigError(f"--output {args.output!r} is not a Markdown file; --output {DEFAULT} works")
     if args.time_limit <= 0:
-        raise ConfigError(f"--time-limit {args.time_limit:g} leaves no time; --time-limit 4 works")
+        raise ConfigError(
+            f"--time-limit {args.time_limit:g} leaves no time; --time-limit {TIME_LIMIT_S:g} works"
+        )
     record = output.with_suffix(".json")
     known = {result.setting: result for result in _known(record)} if args.reuse else {}
-    options = replace(OPTIONS, time_limit_s=args.time_limit)
     with progress("predicting the times of arXiv 2205.05198") as status:
         timings, results = Timings.predict(), list[Result]()
         for setting in settings():
             if setting not in known:
                 status.update(f"planning: {setting} on {setting.cluster}")
-                known[setting] = measure(setting, options=options)
+                known[setting] = measure(setting, time_limit_s=args.time_limit)
                 _write(record, to_json(tuple(known.values())))
             results.append(known[setting])
     _write(record, to_json(results))

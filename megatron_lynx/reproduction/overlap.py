@@ -16,10 +16,9 @@ from typing import Any, Literal
 from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.hardware import Cluster
 from megatron_lynx.job import Job, make_job
-from megatron_lynx.planner import SolveOptions
 from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.spec import Batch, Parallel
-from megatron_lynx.workflow import Planned, plan_job
+from megatron_lynx.workflow import TIME_LIMIT_S, Planned, plan_job
 
 SCHEMA = 1
 MODELS = ("gpt-1.3b", "gpt-2.7b", "gpt-4.7b", "gpt-7b", "gpt-13b", "gpt-20b", "gpt-23b")
@@ -33,9 +32,6 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 PRIOR = ("full-uniform", "full-block", "selective")
 """What Megatron has; with ``checkmate`` this is the prior work that the paper names."""
-
-OPTIONS = SolveOptions(time_limit_s=4.0, relative_gap=0.001)
-"""A plan proven within 0.1 % counts as optimal; the solver may take four seconds at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +168,7 @@ MOVED = ("heu + greedy", "heu + search", "checkmate + split", "opt + split")
 
 
 def measure(
-    setting: Setting, names: Sequence[str] = (*KEEP, *MOVED), options: SolveOptions = OPTIONS
+    setting: Setting, names: Sequence[str] = (*KEEP, *MOVED), time_limit_s: float = TIME_LIMIT_S
 ) -> Result:
     """Plan a setting with every method of ``names``."""
     outcomes: dict[str, Outcome] = {}
@@ -186,7 +182,8 @@ def measure(
                 continue
         started = perf_counter_ns()
         try:
-            planned = plan_job(setting.job(layout), method, partition or "keep", options)
+            job = setting.job(layout)
+            planned = plan_job(job, method, partition or "keep", time_limit_s=time_limit_s)
             outcomes[name] = Outcome.of(planned, perf_counter_ns() - started)
         except InfeasibleError:
             outcomes[name] = Outcome(iteration_ns=None)

@@ -9,7 +9,6 @@ from megatron_lynx.reproduction.markdown import bullets, prose, table
 from megatron_lynx.reproduction.overlap import (
     ATTENTION,
     CLUSTERS,
-    OPTIONS,
     PER_STAGE,
     PP,
     PRIOR,
@@ -21,6 +20,7 @@ from megatron_lynx.reproduction.overlap import (
     speedups,
 )
 from megatron_lynx.reproduction.published import HEU_SEARCH_S, LYNX_RANGE, LYNX_UP_TO, Figure
+from megatron_lynx.workflow import OPTIONS
 
 CHECKMATE = ("checkmate",)
 _OVER = (
@@ -78,8 +78,10 @@ def assumptions() -> str:
                 "number for "
                 "all stages; *selective*: core attention; *checkmate*: the optimal choice of regions "
                 "**without** overlap.",
-                f"HEU and OPT are ours. OPT stops at {OPTIONS.relative_gap:.1%} from its bound, or at a time "
-                "limit; a step that is marked `~` was stopped by the latter and can depend on the machine.",
+                "HEU and OPT are ours, with the options that `lynx plan` has by default. A stage is solved "
+                f"until what it rebuilds on demand is within {OPTIONS.relative_gap:.0%} of a bound, or "
+                "until time is up; a step that is marked `~` was stopped by the latter and can depend on the "
+                "machine.",
                 "Partitioner: *greedy*, the paper's; *search*, ours; *split*: a method on the layers "
                 "that HEU "
                 "with search chose, so that what overlap adds can be read on one and the same split.",

@@ -261,7 +261,7 @@ def test_charts_are_well_formed_and_escape() -> None:
     ("words", "says"),
     [
         (["--output", "x.txt"], "--output docs/reproduction.md works"),
-        (["--time-limit", "0"], "--time-limit 4 works"),
+        (["--time-limit", "0"], "--time-limit 40 works"),
         (["--reuse", "--output", "{folder}/bad.md"], "without --reuse"),
     ],
 )
