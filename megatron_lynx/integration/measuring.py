@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -89,27 +90,28 @@ def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
 
 
 def agreed(table: CostTable) -> CostTable:
-    """One table for all ranks: compute is the slowest rank's, since the others wait for it;
-    a collective or transfer is the fastest rank's measure, since a slow one includes waiting."""
+    """One table for all ranks: a layer's compute is that of the slowest rank, since the others wait for
+    it (the slowest as a whole: the slowest of each region would add all ranks' noise up); a collective
+    or transfer is the fastest rank's measure, since a slow one includes waiting."""
     tables: list[CostTable] = [table] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(tables, table)
-
-    def merged(name: str, choose: Callable[[list[int]], int]) -> dict[str, int]:
-        times = [getattr(one.layer, name) for one in tables]
-        return {key: choose([time[key] for time in times]) for key in times[0]}
-
-    layer = LayerCosts(
-        forward_ns=merged("forward_ns", max),
-        dgrad_ns=merged("dgrad_ns", max),
-        wgrad_ns=merged("wgrad_ns", max),
-        collective_ns=merged("collective_ns", min),
-        contention=max(one.layer.contention for one in tables),
+    slowest = max((one.layer for one in tables), key=_compute_ns)
+    slots = slowest.collective_ns
+    layer = replace(
+        slowest,
+        collective_ns={slot: min(one.layer.collective_ns[slot] for one in tables) for slot in slots},
+        contention=statistics.median(one.layer.contention for one in tables),
     )
     places = ("embedding_forward_ns", "embedding_backward_ns", "head_forward_ns", "head_backward_ns")
     ends = {name: max(getattr(one, name) for one in tables) for name in places}
     window = min((t for one in tables if (t := one.head_window_ns)), default=0)
     p2p = min((t for one in tables if (t := one.p2p_ns)), default=0)
     return replace(table, layer=layer, head_window_ns=window, p2p_ns=p2p, **ends)
+
+
+def _compute_ns(layer: LayerCosts) -> int:
+    """A layer's compute, forward and backward."""
+    return sum(sum(times.values()) for times in (layer.forward_ns, layer.dgrad_ns, layer.wgrad_ns))
 
 
 def optimizer_ns(optimizer: Any) -> int:
