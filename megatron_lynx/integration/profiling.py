@@ -20,7 +20,7 @@ from megatron_lynx.integration.install import install
 from megatron_lynx.integration.measuring import agreed, measure
 from megatron_lynx.integration.norm import sequence_parallel_norm
 from megatron_lynx.integration.targets import Target
-from megatron_lynx.integration.trainer import _argument_targets
+from megatron_lynx.integration.trainer import argument_targets
 from megatron_lynx.integration.windows import Hooks
 
 
@@ -58,7 +58,7 @@ def profile(arguments: Sequence[str], output: Path) -> CostTable:
         stack.enter_context(cpu_backend_if_requested())
         stack.enter_context(sequence_parallel_norm())
         stack.enter_context(shipped_dataset_helpers())
-        stack.enter_context(install(Hooks(), (target, *_argument_targets())))
+        stack.enter_context(install(Hooks(), (target, *argument_targets())))
         stack.enter_context(contextlib.suppress(_Measured))
         pretrain.train(pretrain.parse(arguments))
     table = found[0]

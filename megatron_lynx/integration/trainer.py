@@ -190,11 +190,13 @@ def trainer_targets(trainer: Trainer) -> tuple[Target, ...]:
             ("pp_size", "vp_size", "schedule_pg_collection"),
             schedule,
         ),
-        *_argument_targets(),
+        *argument_targets(),
     )
 
 
-def _argument_targets() -> tuple[Target, ...]:
+def argument_targets() -> tuple[Target, ...]:
+    """The names that teach Megatron's parser lynx's flags, and refuse what does not work."""
+
     def parse(original: Callable[..., Any], _: Hooks) -> Callable[..., Any]:
         def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
             return original(with_lynx_arguments(extra_args_provider), ignore_unknown_args)
