@@ -39,9 +39,10 @@ class Model:
     Sizes are counts of elements. ``attention`` is ``flash`` (saves no s x s tensors) or
     ``unfused`` (Megatron's local DotProductAttention). ``fused_activation`` is the inverse of
     ``--no-bias-gelu-fusion`` / ``--no-bias-swiglu-fusion``. ``mask_from_data`` says that batches
-    bring the attention mask, so that unfused attention does not make one per layer (those of
-    middle stages do all the same). ``dtype_bytes`` is 2 for bf16/fp16, 4 for fp32. ``device`` matters where torch saves other things on a CPU than on CUDA: dropout masks
-    and norm statistics in the activation type, and the factors of an RMSNorm.
+    bring the attention mask, so that unfused attention does not make one per layer (on middle
+    stages it does all the same). ``dtype_bytes`` is 2 for bf16 and fp16, 4 for fp32. ``device``
+    matters where torch saves other things on a CPU than on CUDA: dropout masks and norm statistics
+    in the activation type, and the factors of an RMSNorm.
 
     Raises:
         ConfigError: a size below 1 or one that does not divide.
