@@ -11,6 +11,7 @@ A pool alone would let a region be split over two windows. Where few regions fit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -111,7 +112,7 @@ class PooledModel(StageModel):
 
     def excess(self, budget: bool) -> int:
         """A variable for work beyond a window, in microseconds."""
-        return self.model.variable(float(budget), upper=1e18, integer=False)
+        return self.model.variable(float(budget), upper=math.inf, integer=False)
 
     def _pool_ns(self, pool: Pool) -> int:
         if pool.kind == "forward":

@@ -9,6 +9,7 @@ backward of a chunk, so a few rows hold the whole stage. Solved exactly, in mill
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import cast
@@ -86,7 +87,7 @@ class _PolicyModel:
         slots, self.before = self._slots()
         levels = self.before + 2
         self.block = Block(self.model, problem, slots, levels, soft=options.soft)
-        self.peak = None if budget else self.model.variable(1.0, upper=1e18, integer=False)
+        self.peak = None if budget else self.model.variable(1.0, upper=math.inf, integer=False)
         if budget:
             self._time()
         self._capacities(budget)
@@ -144,7 +145,7 @@ class _PolicyModel:
             rooms[key] = slot.capacity_ns
         for key, terms in loads.items():
             if self.options.soft:
-                excess = self.model.variable(self.count * budget, upper=1e18, integer=False)
+                excess = self.model.variable(self.count * budget, upper=math.inf, integer=False)
                 terms = [*terms, (excess, -1.0)]
             if terms:
                 self.model.row(terms, at_most=rooms[key] / 1000 + HALF_NS_IN_US)

@@ -5,6 +5,7 @@ The blocks' glossary has the variables; here is what a window holds, and what is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import cast
 
@@ -45,7 +46,7 @@ class StageModel:
         self.idle = [w for w in self.windows if w.kind in ("stall", "head")]
         self.before = (len(self.forwards) if self.split else 1) + len(self.idle)
         self.blocks = {layer: self._block(layer) for layer in problem.layers}
-        self.peak = None if budget else self.model.variable(1.0, upper=1e18, integer=False)
+        self.peak = None if budget else self.model.variable(1.0, upper=math.inf, integer=False)
         if budget:
             for block in self.blocks.values():
                 for name in block.names:
@@ -111,7 +112,7 @@ class StageModel:
             if not terms:
                 continue
             if self.options.soft:
-                terms.append((self.model.variable(float(budget), upper=1e18, integer=False), -1.0))
+                terms.append((self.model.variable(float(budget), upper=math.inf, integer=False), -1.0))
             self.model.row(terms, at_most=self.problem.capacity_ns(window) / 1000 + HALF_NS_IN_US)
 
     def _memory(self) -> None:
