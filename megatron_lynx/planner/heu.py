@@ -35,7 +35,7 @@ def heu(problem: StageProblem, options: SolveOptions) -> Answer:
     if not solution.values:
         raise infeasible(problem, "heu", smallest_budget(problem, options))
     plan = expand(problem, stage.policy(solution))
-    bound = None if options.soft else max(0, round(solution.bound * 1000 - 0.5))
+    bound = None if options.soft else max(0, math.ceil(solution.bound * 1000 - 0.5))
     return Answer(plan=plan, status="heuristic" if options.soft else solution.status, bound_ns=bound)
 
 
@@ -192,7 +192,7 @@ class _PolicyModel:
     def solve(self) -> Solution:
         deadline = time.monotonic() + self.options.time_limit_s
         gap = 0.4 if self.peak is not None else 2 * HALF_NS_IN_US - 1e-4
-        return self.model.solve(self.options, deadline=deadline, absolute_gap=gap)
+        return self.model.solve(self.options, deadline=deadline, absolute_gap=gap, plain=True)
 
     def policy(self, solution: Solution) -> Policy:
         return cast(Policy, self.block.choices(solution.values))

@@ -22,15 +22,15 @@ Terms = Iterable[tuple[int, float]]
 HALF_NS_IN_US = 0.0005
 """Slack of a row of integer nanoseconds: a sum that is over is over by twice as much."""
 
-SMALL = 250
 PLAIN_SEARCH = {
+    "presolve": "off",
     "mip_heuristic_effort": 0.0,
     "mip_heuristic_run_feasibility_jump": False,
     "mip_detect_symmetry": False,
     "mip_allow_restart": False,
 }
-"""For models of fewer than ``SMALL`` variables (one policy for a stage): a third of their time went
-into looking for what the first relaxations give."""
+"""For a model of one policy, a hundred variables or so: two thirds of its time went into preparing for
+what the first relaxations give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,11 @@ class Model:
         absolute_gap: float = 2 * HALF_NS_IN_US - 1e-4,
         hint: Mapping[int, float] | None = None,
         target: float | None = None,
+        plain: bool = False,
     ) -> Solution:
         """Minimise. ``deadline`` is a ``time.monotonic`` instant, ``hint`` values of the integer
-        variables in a known solution, ``target`` an objective that is good enough to stop at.
+        variables in a known solution, ``target`` an objective that is good enough to stop at;
+        ``plain`` suits a small model.
 
         HiGHS 1.16 may improve a hint while it presolves, report the better objective, and hand the
         hint's values back. So the objective is computed again, and if it differs, the model is
@@ -110,7 +112,7 @@ class Model:
             self.variable()
         highs = _solver(options, deadline)
         highs.setOptionValue("mip_abs_gap", absolute_gap)
-        if len(self.costs) < SMALL:
+        if plain:
             for option, value in PLAIN_SEARCH.items():
                 highs.setOptionValue(option, value)
         if target is not None:
