@@ -18,7 +18,8 @@ from megatron_lynx.job import Job
 from megatron_lynx.partition.layout import chunks_of
 from megatron_lynx.plan import LayerPlan, StagePlan, Window
 from megatron_lynx.planner import PlannedStage, SolveOptions, StageProblem
-from megatron_lynx.schedule import has_forward_windows, in_flight
+from megatron_lynx.planner.verify import walk
+from megatron_lynx.schedule import has_forward_windows, in_flight, in_flight_moments
 from megatron_lynx.simulator.engine import SimStage, iteration_ns, play, program, sim_stage
 from megatron_lynx.simulator.ledger import GraphIndex
 from megatron_lynx.units import GIB, format_bytes
@@ -75,6 +76,8 @@ OVERLAPPING = frozenset({"windows", "heu", "mixed", "opt"})
 
 ROUNDS = 4
 
+_CUTS = 6
+
 _STALL_STEP = 16
 """Stalls are rounded down to this fraction of a layer's forward, so that plans can be shared."""
 
@@ -83,6 +86,13 @@ Key = tuple[int, tuple[int, ...], int, str, bool]
 
 Pools = list[list[PlannedStage]]
 """For each stage the plans to choose from."""
+
+
+def excess_bytes(problem: StageProblem, planned: PlannedStage, in_flight: tuple[int, ...]) -> int:
+    """What a plan needs above the budget when so many microbatches of each chunk are alive."""
+    there = replace(problem, in_flight=in_flight)
+    steps = walk(there, planned.plan, graph=planned.graph, soft=True).steps
+    return max((step.alive_bytes for step in steps), default=0) - problem.budget_bytes
 
 
 class Bench:
@@ -136,13 +146,34 @@ class Bench:
         options = replace(self.options, soft=soft and self.options.soft)
         if limit_s is not None:
             options = replace(options, time_limit_s=min(options.time_limit_s, max(0.5, limit_s)))
+        static = self.job.memory_bytes - problem.budget_bytes
         try:
-            planned = planners.plan(problem, planner, options)
+            planned = self._fitting(problem, planner, options)
         except InfeasibleError as error:
-            static = self.job.memory_bytes - problem.budget_bytes
             return _whole_device(self.job, error, static, planner)
         self._stalls[id(planned)] = stall_ns
         return planned
+
+    def _fitting(self, problem: StageProblem, planner: str, options: SolveOptions) -> PlannedStage:
+        """Plan, and look at every moment of the schedule at which memory may be highest.
+
+        With several chunks there is more than one, and which is the worst depends on the plan; the
+        problem knows only one. So the budget is cut by what a plan exceeds it by, then every chunk
+        is counted at its own worst moment.
+        """
+        moments = in_flight_moments(self.job.parallel, self.job.microbatches, problem.stage)
+        if len(moments) == 1:
+            return planners.plan(problem, planner, options)
+        asked = problem
+        for _ in range(_CUTS):
+            planned = planners.plan(asked, planner, options)
+            excess = max(excess_bytes(problem, planned, moment) for moment in moments)
+            if excess <= 0:
+                peak = max(planned.report.peak_bytes, problem.budget_bytes + excess)
+                return replace(planned, report=replace(planned.report, peak_bytes=peak))
+            asked = replace(asked, budget_bytes=asked.budget_bytes - excess)
+        worst = tuple(max(counts) for counts in zip(*moments, strict=True))
+        return planners.plan(replace(problem, in_flight=worst), planner, options)
 
     def layers(self, split: Split, stage: int) -> tuple[int, ...]:
         """Layers in each chunk of rank ``stage``."""

@@ -164,6 +164,28 @@ def test_interleaved_jobs_are_planned() -> None:
         assert planned.timeline().makespan_ns == planned.simulated_ns
 
 
+@pytest.mark.parametrize("planner", ["checkmate", "heu", "opt"])
+@pytest.mark.parametrize("share", [0.05, 0.3])
+def test_interleaved_jobs_stay_within_memory(planner: str, share: float) -> None:
+    """At every moment of the schedule, whichever chunk holds most then."""
+
+    def interleaved(memory: int | None = None) -> Job:
+        return job(vpp=2, layers=16, micro=8, memory=memory)
+
+    bounds = []
+    for name in ("checkmate", "none"):
+        with pytest.raises(InfeasibleError) as caught:
+            plan_job(interleaved(GIB), name)
+        bounds.append(caught.value.needed_bytes)
+    least, most = bounds
+    tight = interleaved(int(least + share * (most - least)))
+    planned = plan_job(tight, planner)
+    timeline = planned.timeline()
+    for row in planned.row().stages:
+        assert row.static_bytes + peak(timeline, row.stage).size_bytes <= row.peak_bytes
+        assert row.peak_bytes <= tight.memory_bytes
+
+
 def test_without_a_pipeline() -> None:
     planned = plan_job(job(pp=1, layers=4, microbatches=2), "opt", "search")
     assert planned.plan.layout is None
