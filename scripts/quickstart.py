@@ -1,14 +1,17 @@
 """Trains one small GPT with each recomputation method, and compares them in one table.
 
-Two ranks with tensor parallelism, real Megatron, real text: on the CPU over gloo, or over NCCL on a
-machine with two GPUs (that way is untested). Everything is written below ``.quickstart``.
+Two ranks with tensor parallelism, real Megatron, real text. On CPUs they train over gloo: on two
+hosts made of network namespaces, joined by a cable of 1 Gbit/s, where that can be had (root and
+iproute2), else side by side over the loopback, where collectives are too quick to leave windows. On
+a machine with two GPUs they train over NCCL (untested). Everything is written below ``.quickstart``.
 
-    python scripts/quickstart.py [--iterations 20] [--methods none,full,selective]
+    python scripts/quickstart.py [--iterations 20] [--methods none,full,selective,lynx]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -16,9 +19,10 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +33,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megatron_lynx.cli.hosts import LocalHosts, TwoHosts, two_hosts, why_not
+from megatron_lynx.errors import ConfigError
+
 RANKS = 2
+RATE = "1gbit"
 
 # Megatron's flags by method; "{report}" stands for a folder of the method's own.
 METHODS: dict[str, tuple[str, ...]] = {
@@ -98,16 +106,16 @@ def main() -> int:
     # Written into a file, the table must not be cut to the 80 columns that rich assumes there.
     console = Console() if sys.stdout.isatty() else Console(width=100)
     device = _device()
-    console.print(f"{RANKS} ranks, tensor parallel, on {device.name}; everything is written to {folder}")
     flags = [*MODEL, *device.flags, *_dataset(folder), "--train-iters", str(arguments.iterations)]
     results = []
-    with _progress(console) as progress:
+    with _hosts(device) as hosts, _progress(console) as progress:
+        console.print(f"{RANKS} ranks, tensor parallel, on {device.name}, {hosts.link}; see {folder}")
         for method in methods:
             task = progress.add_task(method, total=arguments.iterations, loss="")
             run = folder / method
-            if not _train(run, method, flags, device.environment, partial(progress.update, task)):
+            if not _train(run, method, flags, device, hosts, partial(progress.update, task)):
                 progress.stop()
-                console.print(f"{method} failed; the end of {run / 'log.txt'}:\n{_tail(run / 'log.txt')}")
+                console.print(f"{method} failed; the end of its log:\n{_tail(run)}")
                 return 1
             results.append(_result(run, method))
     console.print(_table(results))
@@ -122,6 +130,7 @@ class Device:
     """What the ranks run on: a name to show, Megatron's flags, and the ranks' environment."""
 
     name: str
+    gpu: bool
     flags: tuple[str, ...]
     environment: dict[str, str]
 
@@ -134,12 +143,14 @@ def _device() -> Device:
     if gpus >= RANKS:
         return Device(
             name=f"{RANKS} of {gpus} GPUs over NCCL (untested)",
+            gpu=True,
             flags=("--distributed-backend", "nccl"),
             environment=common,
         )
     threads = str(max(1, (os.cpu_count() or 1) // RANKS))
     return Device(
-        name="the CPU over gloo",
+        name="CPUs over gloo",
+        gpu=False,
         flags=("--distributed-backend", "gloo"),
         # One GPU cannot hold two NCCL ranks, and the CPU backend refuses to hide it by itself.
         environment={
@@ -149,6 +160,25 @@ def _device() -> Device:
             "OMP_NUM_THREADS": threads,
         },
     )
+
+
+def _hosts(device: Device) -> contextlib.AbstractContextManager[LocalHosts | TwoHosts]:
+    """Where the ranks run: apart, with a cable between them, if this machine can do it."""
+    if device.gpu or why_not() is not None:
+        return contextlib.nullcontext(LocalHosts())
+    return _cabled()
+
+
+@contextlib.contextmanager
+def _cabled() -> Iterator[LocalHosts | TwoHosts]:
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(two_hosts())
+            hosts.set_rate(RATE)
+        except ConfigError:  # root in a container may still not be allowed to
+            yield LocalHosts()
+            return
+        yield hosts
 
 
 def _dataset(folder: Path) -> list[str]:
@@ -165,40 +195,48 @@ def _dataset(folder: Path) -> list[str]:
 
 
 def _train(
-    run: Path, method: str, flags: list[str], environment: dict[str, str], show: Callable[..., None]
+    run: Path,
+    method: str,
+    flags: list[str],
+    device: Device,
+    hosts: LocalHosts | TwoHosts,
+    show: Callable[..., None],
 ) -> bool:
     """Train with ``method`` in the folder ``run``, showing each step; whether it ended well."""
     shutil.rmtree(run, ignore_errors=True)
     report, record = run / "report", run / "record"
     report.mkdir(parents=True)
     own_flags = [flag.format(report=report) for flag in METHODS[method]]
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
-        *("-m", "megatron_lynx.pretrain_gpt", *flags, *own_flags),
-    ]
-    with (run / "log.txt").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment, "MEGATRON_LYNX_RECORD": str(record)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            while True:
-                try:
-                    ended = process.wait(timeout=0.5)
-                except subprocess.TimeoutExpired:
-                    ended = None
-                steps = _steps(record / f"rank{RANKS - 1}.jsonl")
-                if steps:
-                    show(completed=len(steps), loss=f"loss {steps[-1]['loss']:.4f}")
-                if ended is not None:
-                    return ended == 0
-        finally:
-            if process.poll() is None:  # interrupted: torchrun passes the signal on to its ranks
-                process.terminate()
-                process.wait()
+    own = [sys.executable, "-m", "megatron_lynx.pretrain_gpt", *flags, *own_flags]
+    common = {**os.environ, **device.environment, **hosts.environment(), "WORLD_SIZE": str(RANKS)}
+    common["MEGATRON_LYNX_RECORD"] = str(record)
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(RANKS):
+            with (run / f"log.{rank}.txt").open("wb") as log:
+                process = subprocess.Popen(
+                    [*hosts.command(rank), *own],
+                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            ranks.append(process)
+        while True:
+            time.sleep(0.3)
+            ended = [process.poll() for process in ranks]
+            steps = _steps(record / f"rank{RANKS - 1}.jsonl")
+            if steps:
+                show(completed=len(steps), loss=f"loss {steps[-1]['loss']:.4f}")
+            if any(code not in (None, 0) for code in ended):
+                return False
+            if all(code == 0 for code in ended):
+                return True
+    finally:
+        for process in ranks:  # a rank that lost its peer waits for ever
+            if process.poll() is None:
+                process.kill()
+            process.wait()
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:
@@ -283,11 +321,20 @@ def _verdict(console: Console, results: list[Result], folder: Path) -> int:
         console.print("The losses DIFFER: a method changed what is computed.")
         return 1
     console.print("The losses are equal to the last bit.")
+    for result in results:
+        if result.rebuilds and sum(result.rebuilds):
+            waits, total = sum(result.rebuilds[:2]), sum(result.rebuilds)
+            share = 100 * waits / total
+            console.print(
+                f"{result.method} rebuilt {waits} of {total} storages inside waits ({share:.1f} %)."
+            )
     return 0
 
 
-def _tail(log: Path, lines: int = 30) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+def _tail(run: Path, lines: int = 30) -> str:
+    """The end of the log of the rank that failed first: the one with the shorter log is the other."""
+    logs = [(run / f"log.{rank}.txt").read_text(errors="replace").splitlines() for rank in range(RANKS)]
+    return "\n".join(max(logs, key=len)[-lines:])
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def _sequence(problem: StageProblem) -> Iterator[tuple[Stage, tuple[int, ...]]]:
             continue
         for layer in problem.backward_order[::-1]:
             if stage[layer].get(name) != "demand":
-                _drop(problem, names, stage[layer], name)
+                _drop(problem, names, stage[layer], name, layer)
                 yield stage, (layer,)
     everything: dict[str, Choice] = dict.fromkeys(names, "demand")
     yield dict.fromkeys(problem.layers, everything), problem.layers
@@ -57,18 +57,31 @@ def _bytes(problem: StageProblem, name: str) -> int:
     return sum(s.size_bytes for s in problem.graph.produced_by(name) if s.saved_by)
 
 
-def _drop(problem: StageProblem, names: tuple[str, ...], made: dict[str, Choice], name: str) -> None:
-    """Rebuild ``name`` on demand, and with it what a window was to make from it; what it reads and no
-    backward saves is dropped too, if that needs no collective."""
+def _saves(problem: StageProblem, made: dict[str, Choice], name: str) -> bool:
+    """Whether dropping ``name`` too frees memory: what it runs again from may have to stay instead."""
+    return problem.graph.kept_bytes({*made, name}) < problem.graph.kept_bytes(made)
+
+
+def _drop(
+    problem: StageProblem, names: tuple[str, ...], made: dict[str, Choice], name: str, layer: int
+) -> None:
+    """Rebuild ``name`` of ``layer`` on demand, and with it what a window was to make from it, and what
+    it reads that only a window of this layer's own backward was to make, which may open later. What it
+    reads and no backward saves is dropped too, if that needs no collective."""
     made[name] = "demand"
     for storage in problem.graph.produced_by(name):
         for reader in problem.graph.readers(storage.name):
             if isinstance(made.get(reader), Window):
-                _drop(problem, names, made, reader)
+                _drop(problem, names, made, reader, layer)
     for source in problem.graph.inputs_of(name):
+        choice = made.get(source)
+        if isinstance(choice, Window):
+            if choice.kind == "bwd" and choice.layer == layer:
+                _drop(problem, names, made, source, layer)
+            continue
         plain = source in names and not problem.graph.region(source).communicates
-        if plain and source not in made and not _bytes(problem, source):
-            _drop(problem, names, made, source)
+        if plain and choice is None and not _bytes(problem, source):
+            _drop(problem, names, made, source, layer)
 
 
 def _fill(problem: StageProblem, names: tuple[str, ...], stage: Stage) -> None:
@@ -80,13 +93,13 @@ def _fill(problem: StageProblem, names: tuple[str, ...], stage: Stage) -> None:
     saving.sort(key=lambda n: problem.demand_ns(n) / _bytes(problem, n))
     for name in saving:
         for layer in problem.backward_order:
+            if not _saves(problem, stage[layer], name):
+                continue
             single = problem.in_flight[problem.chunk_of(layer)] <= 1
             for window in late_first:
                 work = problem.work_ns(name, window)
                 if work > room[window] or not problem.serves(window, layer, name):
                     continue
-                if window.layer == layer and window.kind == "bwd":
-                    continue  # on-demand work may need the region before its own window opens
                 if single and window.kind != "bwd":
                     continue
                 if _ready(problem, stage[layer], name, window, order):
