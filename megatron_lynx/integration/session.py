@@ -27,12 +27,21 @@ class Session:
         plan: of this pipeline rank.
         parallel: the job's parallel sizes.
         chunks: this rank's model chunks, before or after they are wrapped in DDP.
+        count_kept: let layers that drop nothing count what they keep too, for reports.
 
     Raises:
         ConfigError: a layer is not supported, or the layers are not those of the plan.
     """
 
-    def __init__(self, hooks: Hooks, plan: StagePlan, parallel: Parallel, chunks: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        hooks: Hooks,
+        plan: StagePlan,
+        parallel: Parallel,
+        chunks: Sequence[Any],
+        *,
+        count_kept: bool = False,
+    ) -> None:
         layers = [layer for chunk in transformer_layers(chunks) for layer in chunk]
         self.config = layers[0].config
         device = next(layers[0].parameters()).device
@@ -50,6 +59,7 @@ class Session:
             backward_slots=backward_slots(parallel),
             draws=drawing_regions(self.config),
             communicates=frozenset(forward_slots(parallel)),
+            count_kept=count_kept,
         )
         self._unbind = bind(chunks, self.executor)
         hooks.executor = self.executor

@@ -35,6 +35,28 @@ class Microbatch:
     carried: TapeStorage | None = None
 
 
+class KeptLayer:
+    """A layer that keeps everything: it has no tape, and only tells which region runs."""
+
+    __slots__ = ("layer", "region")
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.region = ""
+
+    def parent(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A parent module runs."""
+        return call(*args, **kwargs)
+
+    def record(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A region runs."""
+        self.region = name
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.region = ""
+
+
 class Executor:
     """Runs one StagePlan.
 
@@ -45,6 +67,8 @@ class Executor:
         group: the layers' tensor-parallel process group; only its collectives open windows.
         forward_slots, backward_slots: names of a layer's collectives (``gpt``).
         draws: regions that use random state in this model.
+        communicates: regions that issue collectives.
+        count_kept: count kept bytes of layers that drop nothing too; such layers need no tape else.
     """
 
     def __init__(
@@ -58,6 +82,7 @@ class Executor:
         backward_slots: Sequence[str],
         draws: frozenset[str] = frozenset(),
         communicates: frozenset[str] = frozenset(),
+        count_kept: bool = False,
     ) -> None:
         self.plan = plan
         self.rng = rng
@@ -75,8 +100,9 @@ class Executor:
             layer: (chunk, i) for chunk, ids in enumerate(plan.chunks) for i, layer in enumerate(ids)
         }
         self._tape_plans = _tape_plans(plan, draws, communicates)
+        self._kept: set[int] = set() if count_kept else _kept_layers(plan, self._tape_plans)
         self._pending: dict[int, deque[Microbatch]] = {c: deque() for c in range(len(plan.chunks))}
-        self._backward: tuple[LayerTape, Microbatch] | None = None
+        self._backward: tuple[int, Microbatch] | None = None
         self._collectives = 0
         self._replaying = 0
         self._where: Window | None = None
@@ -121,27 +147,47 @@ class Executor:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         microbatch = self._microbatch_of(layer)
+        self._backward = None
+        if layer in self._kept:
+            out = self._run_active(KeptLayer(layer), forward, args, kwargs)
+        else:
+            out = self._run_taped(layer, microbatch, forward, args, kwargs)
+        if layer == self.plan.chunks[microbatch.chunk][-1]:
+            microbatch.forward_done = True
+            microbatch.carried = None
+        output = out[0] if isinstance(out, tuple) else out
+        if output.requires_grad:
+            output.register_hook(lambda _: self._begin_backward(layer, microbatch))
+        return out
+
+    def _run_taped(
+        self,
+        layer: int,
+        microbatch: Microbatch,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         tape = LayerTape(self._tape_plans[layer], self)
         hidden = args[0] if args else kwargs["hidden_states"]
         others = {k: v for k, v in kwargs.items() if v is not hidden}
         tape.begin(hidden, (args[1:], others), microbatch.carried)
         microbatch.tapes[layer] = tape
-        previous, self.active = self.active, tape
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack):
-                out = forward(*args, **kwargs)
-        finally:
-            self.active = previous
-        output = out[0] if isinstance(out, tuple) else out
-        tape.end(output)
+        with torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack):
+            out = self._run_active(tape, forward, args, kwargs)
+        tape.end(out[0] if isinstance(out, tuple) else out)
         microbatch.carried = tape.output
-        if layer == self.plan.chunks[microbatch.chunk][-1]:
-            microbatch.forward_done = True
-            microbatch.carried = None
-        if output.requires_grad:
-            output.register_hook(lambda _: self._begin_backward(tape, microbatch))
         self.record.kept_bytes[layer] = tape.held_bytes()
         return out
+
+    def _run_active(
+        self, active: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        previous, self.active = self.active, active
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.active = previous
 
     def _microbatch_of(self, layer: int) -> Microbatch:
         chunk, place = self._place[layer]
@@ -156,11 +202,13 @@ class Executor:
             planned = self._actions[self._position]
             assert (planned.kind, planned.chunk) == (kind, chunk), f"{kind}.{chunk} ran, not {planned}"
 
-    def _begin_backward(self, tape: LayerTape, microbatch: Microbatch) -> None:
+    def _begin_backward(self, layer: int, microbatch: Microbatch) -> None:
         if not microbatch.backward_begun:
             microbatch.backward_begun = True
             self._advance("B", microbatch.chunk)
-        self._backward, self._collectives = (tape, microbatch), 0
+            if not microbatch.tapes:  # all its layers keep everything: no tape will say that it is over
+                self._pending[microbatch.chunk].remove(microbatch)
+        self._backward, self._collectives = (layer, microbatch), 0
 
     def finished(self, tape: LayerTape) -> None:
         """A tape has been unpacked to its end."""
@@ -170,7 +218,6 @@ class Executor:
                     del microbatch.tapes[tape.plan.layer]
                     if microbatch.forward_done and not microbatch.tapes:
                         queue.remove(microbatch)
-                        self._backward = None
                     return
 
     # --- windows -------------------------------------------------------------------------------
@@ -183,16 +230,16 @@ class Executor:
         """
         if self._replaying or group is not self.group:
             return None
-        if isinstance(self.active, LayerTape):
+        if isinstance(self.active, (LayerTape, KeptLayer)):
             region = self.active.region
-            return Window("fwd", self.active.plan.layer, region) if region in self.forward_slots else None
+            return Window("fwd", self.active.layer, region) if region in self.forward_slots else None
         if self._backward is None:
             # Outside the layers only the output layer's backward starts collectives asynchronously.
             return Window("head") if asynchronous and self._next_done() is not None else None
         position, self._collectives = self._collectives, self._collectives + 1
         if position >= len(self.backward_slots):
             return None
-        return Window("bwd", self._backward[0].plan.layer, self.backward_slots[position])
+        return Window("bwd", self._backward[0], self.backward_slots[position])
 
     def is_due(self, window: Window) -> bool:
         """Whether the plan puts anything into ``window``; if not, the wait stays as it is."""
@@ -295,6 +342,11 @@ class Executor:
             one = self.record.demand[tape.plan.layer]
             one.replays += 1
             self.clock.span(*self._replay, one.took)
+
+
+def _kept_layers(plan: StagePlan, tapes: dict[int, TapePlan]) -> set[int]:
+    """Layers of which nothing is dropped, their input and the end of the layer included."""
+    return {layer.layer for layer in plan.layers if not layer.dropped and not tapes[layer.layer].dropped}
 
 
 def _tape_plans(plan: StagePlan, draws: frozenset[str], communicates: frozenset[str]) -> dict[int, TapePlan]:

@@ -35,6 +35,9 @@ from megatron_lynx.runtime.region import MASK_LABEL, RegionRun, Replay, flatten,
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.storage import SavedTensor, TapeStorage
 
+_past_modes = torch._C.DisableTorchFunction
+"""The tape's own look at tensors is nobody's business, and quicker without function modes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Glue:
@@ -128,19 +131,22 @@ class LayerTape:
     ) -> Any:
         """A wrapped submodule runs as region ``name``."""
         if name in _BEFORE:
-            self._close_glue(args, kwargs)
+            with _past_modes():
+                self._close_glue(args, kwargs)
         run = RegionRun(name, call, name in self.plan.communicates)
         if self._replayable(run):
-            self._remember(run, args, kwargs)
+            with _past_modes():
+                self._remember(run, args, kwargs)
         self._current = run
         try:
             out = call(*args, **kwargs)
         finally:
             self._current = None
-        run.outputs = map_leaves(out, torch.Tensor, lambda t: self._reference(t, run))
-        self.runs[name] = run
-        if name in _AFTER:
-            self._open_glue(_AFTER[name], run, out)
+        with _past_modes():
+            run.outputs = map_leaves(out, torch.Tensor, lambda t: self._reference(t, run))
+            self.runs[name] = run
+            if name in _AFTER:
+                self._open_glue(_AFTER[name], run, out)
         return out
 
     def end(self, output: torch.Tensor) -> None:
@@ -219,6 +225,11 @@ class LayerTape:
         return made
 
     @property
+    def layer(self) -> int:
+        """Global index of the layer."""
+        return self.plan.layer
+
+    @property
     def region(self) -> str:
         """The region that runs now, in the forward pass; empty between regions."""
         return self._current.name if self._current else ""
@@ -261,7 +272,8 @@ class LayerTape:
         if storage.data is None:
             assert storage.run is not None
             self.rebuild(storage.run, need=storage)
-        tensor = saved.restore()
+        with _past_modes():
+            tensor = saved.restore()
         storage.pending -= 1
         storage.release_if_done()
         self.pending -= 1
@@ -363,7 +375,8 @@ def _argument(saved: SavedTensor, hollow: torch.device | None) -> torch.Tensor:
 
 def _is_weight(tensor: torch.Tensor) -> bool:
     """A parameter or a view of one: its memory is the model's, not the layer's."""
-    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+    base = tensor._base
+    return isinstance(tensor if base is None else base, torch.nn.Parameter)
 
 
 def _no_parent(*_: Any, **__: Any) -> Any:

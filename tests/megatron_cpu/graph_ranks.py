@@ -120,7 +120,7 @@ def kept_and_predicted(
             graphs.append(layer_graph(model_of(options, config), parallel_of(options), BATCH))
             yield
 
-        records = train_with_plan({**options, "keep_gradients": False}, plan, 1, watch)["records"]
+        records = train_with_plan({**options, "keep_gradients": False}, plan, 1, watch, True)["records"]
         found.append(
             [
                 (kept, graphs[0].kept_bytes(name for name, choice in plan[layer].items() if choice != "keep"))

@@ -119,7 +119,11 @@ Watch = Callable[[Session], contextlib.AbstractContextManager[None]]
 
 
 def train_with_plan(
-    model: dict[str, Any], plan: str | Assignment, steps: int, watch: Watch | None = None
+    model: dict[str, Any],
+    plan: str | Assignment,
+    steps: int,
+    watch: Watch | None = None,
+    count_kept: bool = False,
 ) -> dict[str, Any]:
     """Train under a plan; the result has ``records`` too, one StepRecord a step.
 
@@ -135,7 +139,7 @@ def train_with_plan(
         )
         stage = stage_plan(plan, parallel_state.get_pipeline_model_parallel_rank(), owned, parallel)
         with install() as hooks:
-            session = Session(hooks, stage, parallel, chunks)
+            session = Session(hooks, stage, parallel, chunks, count_kept=count_kept)
             session.on_step = records.append
             with watch(session) if watch else contextlib.nullcontext():
                 yield session.wrap_schedule

@@ -18,7 +18,10 @@ from tests.megatron_cpu.lynx_ranks import EVERYTHING, Assignment, Case, Outcome,
 from tests.support.launch import run_ranks
 from tests.support.small_gpt import LAYERS
 
-NAMED: list[str | Assignment] = ["none", "selective", "full", "uniform-2", "windows"]
+SOME_LAYERS: Assignment = {0: dict.fromkeys(EVERYTHING, "fwd:2:linear_fc2"), 2: {"activation": "demand"}}
+"""Layers that keep everything stand between others, and open windows for them."""
+
+NAMED: list[str | Assignment] = ["none", "selective", "full", "uniform-2", "windows", SOME_LAYERS]
 SWIGLU: dict[str, Any] = {"gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
 LLAMA: dict[str, Any] = {**SWIGLU, "normalization": "RMSNorm", "rope": True, "num_query_groups": 2}
 
