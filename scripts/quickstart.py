@@ -328,7 +328,17 @@ def _verdict(console: Console, results: list[Result], folder: Path) -> int:
             console.print(
                 f"{result.method} rebuilt {waits} of {total} storages inside waits ({share:.1f} %)."
             )
+    _page(console, folder)
     return 0
+
+
+def _page(console: Console, folder: Path) -> None:
+    """The lynx run as a page: planned beside measured."""
+    report, page = folder / "lynx" / "report", folder / "lynx.html"
+    if report.is_dir() and any(report.iterdir()):
+        command = [sys.executable, "-m", "megatron_lynx", "report", str(report), "--html", str(page)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        console.print(f"What lynx planned, beside what it did: {page}")
 
 
 def _tail(run: Path, lines: int = 30) -> str:

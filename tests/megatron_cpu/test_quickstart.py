@@ -27,3 +27,4 @@ def test_the_quickstart_ends_with_equal_losses(tmp_path: Path) -> None:
     assert [name for name, _ in losses] == ["none", "lynx"]
     assert losses[0][1] == losses[1][1]
     assert (tmp_path / "lynx" / "report" / "plan.txt").read_text().startswith("lynx-plan 1 windows")
+    assert (tmp_path / "lynx.html").read_text().lstrip().lower().startswith("<!doctype html>")
