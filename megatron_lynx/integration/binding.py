@@ -6,8 +6,7 @@ module hooks, so that a hook of the user's runs once per forward pass and never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.transformer.attention import SelfAttention
@@ -65,16 +64,6 @@ def check_layer(layer: Any) -> None:
     frozen = [n for n, p in layer.named_parameters() if not p.requires_grad]
     if frozen:
         raise ConfigError(f"--recompute-method lynx: {frozen[0]} of {where} is frozen; train all weights")
-
-
-@contextmanager
-def bound(chunks: Sequence[Any], executor: Executor) -> Iterator[None]:
-    """Run the layers of ``chunks`` under ``executor`` until the block ends."""
-    undo = bind(chunks, executor)
-    try:
-        yield
-    finally:
-        undo()
 
 
 def bind(chunks: Sequence[Any], executor: Executor) -> Callable[[], None]:

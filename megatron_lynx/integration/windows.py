@@ -97,16 +97,6 @@ def _stall(executor: Executor | None, transfer: dict[str, Any]) -> Window | None
     return executor.stall_window()
 
 
-def stepped_schedule(original: Callable[..., Any], begin: Callable[[int], Any]) -> Callable[..., Any]:
-    """``get_forward_backward_func``: its schedule runs inside ``begin(microbatches)``, a context,
-    unless it only runs forward."""
-
-    def get_schedule(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        return in_step(original(*args, **kwargs), begin)
-
-    return get_schedule
-
-
 def in_step(schedule: Callable[..., Any], begin: Callable[[int], Any]) -> Callable[..., Any]:
     """``schedule`` run as one step; ``begin`` makes the context from the number of microbatches."""
 
