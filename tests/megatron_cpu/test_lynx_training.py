@@ -1,15 +1,19 @@
-"""``--recompute-method lynx`` in Megatron's own trainer: same losses, plans carried out as written."""
+"""``--recompute-method lynx`` in Megatron's own trainer: same losses and gradients, plans carried out."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -26,17 +30,27 @@ PP2 = (*LAYERS, "--pipeline-model-parallel-size", "2")
 # Middle chunks get no attention mask from the data, and would make one that the graph leaves out.
 OWN_MASK = "--no-create-attention-mask-in-dataloader"
 VPP2 = (*PP2, "--num-layers-per-virtual-pipeline-stage", "1", OWN_MASK)
+TP2_PP2 = (*PP2, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--global-batch-size", "8")
 LYNX = ("--recompute-method", "lynx")
-MICROBATCHES = 2
 STEPS = 4
 
 Run = tuple[str, list[str]]
 
 
-def train(rank: int, world_size: int, payload: list[Run]) -> list[tuple[LayerGraph | None, list[int]]]:
-    """Run the entry's parts with each argument list; returns what the layers' graph was."""
-    from megatron.training import get_args
-    from megatron.training.training import destroy_global_state
+@dataclass
+class Found:
+    """A run on one rank: each step's gradients, hashed; and where lynx was asked for, its layers, their
+    graph, and the microbatches of a step."""
+
+    gradients: list[str] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
+    graph: LayerGraph | None = None
+    microbatches: int = 0
+
+
+def train(rank: int, world_size: int, payload: list[Run]) -> list[Found]:
+    """Run the entry's parts with each argument list."""
+    from megatron.training import get_args, training
 
     from megatron_lynx.gpt import layer_graph
     from megatron_lynx.integration import pretrain
@@ -44,34 +58,56 @@ def train(rank: int, world_size: int, payload: list[Run]) -> list[tuple[LayerGra
     from megatron_lynx.integration.recorder import recorder_if_requested
     from megatron_lynx.integration.trainer import lynx_trainer
 
-    graphs: list[tuple[LayerGraph | None, list[int]]] = []
+    runs: list[Found] = []
     for record, argv in payload:
         os.environ["MEGATRON_LYNX_RECORD"] = record
-        with contextlib.suppress(SystemExit), recorder_if_requested(), lynx_trainer() as trainer:
+        runs.append(found := Found())
+        with (
+            contextlib.suppress(SystemExit),
+            mock.patch.object(training, "finalize_model_grads", _hashed(found.gradients)),
+            recorder_if_requested(),
+            lynx_trainer() as trainer,
+        ):
             args = pretrain.parse(argv)
             keep = trainer.bind
 
-            def bind(chunks: Any, keep: Any = keep) -> None:
+            def bind(chunks: Any, keep: Any = keep, found: Found = found) -> None:
                 keep(chunks)
                 session = trainer.session
                 if session is None:
-                    graphs.append((None, []))
                     return
                 args = get_args()
                 import torch
 
                 model = model_of(args, session.config, torch.device("cpu"))
-                graph = layer_graph(model, parallel_of(args), batch_of(args))
-                graphs.append((graph, [layer.layer for layer in session.executor.plan.layers]))
+                parallel, batch = parallel_of(args), batch_of(args)
+                found.graph = layer_graph(model, parallel, batch)
+                found.layers = [layer.layer for layer in session.executor.plan.layers]
+                found.microbatches = batch.num_microbatches(parallel.dp)
 
             trainer.bind = bind  # type: ignore[method-assign]
             pretrain.train(args)
-        destroy_global_state()
-    return graphs
+        training.destroy_global_state()
+    return runs
+
+
+def _hashed(gradients: list[str]) -> Callable[..., None]:
+    """Megatron's reduction of gradients; hashes what goes into the optimizer, every bit of it."""
+    from megatron.core.distributed import finalize_model_grads
+
+    def finalize(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
+        finalize_model_grads(chunks, *args, **kwargs)
+        found = hashlib.sha256()
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                found.update(name.encode() + parameter.main_grad.numpy().tobytes())
+        gradients.append(found.hexdigest())
+
+    return finalize
 
 
 class Runs:
-    """Many runs in one launch of two ranks."""
+    """Many runs in few launches: each happens when one of its runs is first asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -102,15 +138,29 @@ class Runs:
             "pp opt": [*common, *PP2, *LYNX, "--lynx-budget", "BUDGET"],
             "vpp": [*common, *VPP2],
             "vpp opt": [*common, *VPP2, *LYNX, "--lynx-budget", "BUDGET"],
+            "tp+pp": [*common, *TP2_PP2],
+            "tp+pp opt": [*common, *TP2_PP2, *LYNX, "--lynx-budget", "BUDGET"],
         }
-        self._budgets = {"tp": "4.2MiB", "sp": "2.6MiB", "pp": "4.6MiB", "vpp": "4.6MiB"}
-        first = self._launch(["tp windows"])
-        plan.write_text(str(_moved(self.plan("tp windows"))))
-        self.graphs = dict(zip(["tp windows"], first, strict=True))
-        rest = [name for name in self.argv if name != "tp windows"]
-        self.graphs |= dict(zip(rest, self._launch(rest), strict=True))
+        self._budgets = {"tp": "4.2MiB", "sp": "2.6MiB", "pp": "4.6MiB", "vpp": "4.6MiB", "tp+pp": "2.4MiB"}
+        self._own_plan = plan
+        self._found: dict[str, list[Found]] = {}
+        self._launched: set[int] = set()
 
-    def _launch(self, names: list[str]) -> list[list[tuple[LayerGraph | None, list[int]]]]:
+    def found(self, name: str) -> list[Found]:
+        """What each rank found in a run; ``KeyError`` after a launch that failed."""
+        four = [name for name in self.argv if name.startswith("tp+pp")]
+        world_size = 4 if name in four else 2
+        if world_size not in self._launched:
+            self._launched.add(world_size)
+            if world_size == 4:
+                self._launch(four, 4)
+            else:
+                self._launch(["tp windows"], 2)
+                self._own_plan.write_text(str(_moved(self.plan("tp windows"))))
+                self._launch([name for name in self.argv if name not in (*four, "tp windows")], 2)
+        return self._found[name]
+
+    def _launch(self, names: list[str], world_size: int) -> None:
         payload: list[Run] = []
         for name in names:
             budget = self._budgets[name.split()[0]]
@@ -118,19 +168,21 @@ class Runs:
             if "lynx" in argv:
                 argv += ["--lynx-report", str(self._path(name) / "report")]
             payload.append((str(self._path(name)), argv))
-        by_rank = run_ranks(2, f"{__name__}:train", payload, timeout_s=500)
-        return [list(ranks) for ranks in zip(*by_rank, strict=True)]
+        by_rank = run_ranks(world_size, f"{__name__}:train", payload, timeout_s=500)
+        self._found |= {name: list(ranks) for name, *ranks in zip(names, *by_rank, strict=True)}
 
     def _path(self, name: str) -> Path:
         return self._folder / name.replace(" ", "_")
 
     def losses(self, name: str) -> list[float]:
         """The loss of each step, all digits, from the last rank."""
-        lines = (self._path(name) / "rank1.jsonl").read_text().splitlines()
+        last = len(self.found(name)) - 1
+        lines = (self._path(name) / f"rank{last}.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines]
 
     def report(self, name: str) -> Path:
         """The run's report."""
+        self.found(name)
         return self._path(name) / "report"
 
     def plan(self, name: str) -> Plan:
@@ -139,7 +191,7 @@ class Runs:
 
     def steps(self, name: str, rank: int) -> list[dict[str, Any]]:
         """The run's report of one rank."""
-        lines = (self._path(name) / "report" / f"steps.{rank}.jsonl").read_text().splitlines()
+        lines = (self.report(name) / f"steps.{rank}.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
 
@@ -171,6 +223,7 @@ LYNX_RUNS = [
     "sp opt",
     "pp opt",
     "vpp opt",
+    "tp+pp opt",
 ]
 
 
@@ -181,36 +234,45 @@ def test_losses_are_those_of_stock_megatron(runs: Runs, name: str) -> None:
     assert runs.losses(name) == stock
 
 
+@pytest.mark.parametrize("name", LYNX_RUNS)
+def test_gradients_are_those_of_stock_megatron(runs: Runs, name: str) -> None:
+    stock = [found.gradients for found in runs.found(name.split()[0])]
+    assert all(len(set(gradients)) == STEPS for gradients in stock)
+    assert [found.gradients for found in runs.found(name)] == stock
+
+
 def test_a_restarted_run_continues_as_an_uninterrupted_one(runs: Runs) -> None:
     assert runs.losses("tp killed") + runs.losses("tp restarted") == runs.losses("tp")
 
 
 @pytest.mark.parametrize("name", [name for name in LYNX_RUNS if name != "tp full"])
 def test_the_tape_counts_what_the_plan_says(runs: Runs, name: str) -> None:
-    """Kept bytes of each layer, and bytes rebuilt by kind of window, equal the plan and the graph.
+    """Kept bytes of each layer, and bytes rebuilt in each window, equal the plan and the graph.
 
     ``full`` is left out: a dropped layer input is rebuilt by the layer before, which the graph of
     one layer does not describe.
     """
     plan = runs.plan(name)
     assert name in ("tp windows", "tp alone") or any(one.choices for stage in plan for one in stage.layers)
-    for rank, (graph, layers) in enumerate(runs.graphs[name]):
+    for rank, found in enumerate(runs.found(name)):
+        graph = found.graph
         assert graph is not None
-        stage = next(s for s in plan if [layer.layer for layer in s.layers] == layers)
+        stage = next(s for s in plan if [layer.layer for layer in s.layers] == found.layers)
         planned: Counter[str] = Counter()
         for layer in stage.layers:
             for region, choice in layer.choices:
-                kind = choice.kind if isinstance(choice, Window) else "demand"
-                planned[kind] += MICROBATCHES * graph.rebuilt_bytes(region, layer.dropped)
+                planned[str(choice)] += found.microbatches * graph.rebuilt_bytes(region, layer.dropped)
         for step in runs.steps(name, rank):
             kept = {layer.layer: graph.kept_bytes(layer.dropped) for layer in stage.layers}
             assert {int(k): v for k, v in step["kept_bytes"].items()} == kept
             assert step["left_bytes"] == 0
-            counted = Counter(step["rebuilt_bytes"])
+            counted = Counter({window: one["size_bytes"] for window, one in step["windows"].items()})
+            counted["demand"] = step["rebuilt_bytes"].get("demand", 0)
             # The cooldown has stalls where the steady state has forward windows.
-            assert sum(counted.values()) == sum(planned.values())
-            assert counted["bwd"] == planned["bwd"]
-            assert counted["head"] == planned["head"]
+            assert counted.total() == planned.total()
+            for window in counted.keys() | planned.keys():
+                if window.startswith(("bwd", "head")):
+                    assert counted[window] == planned[window], window
             assert counted["demand"] >= planned["demand"]
 
 
