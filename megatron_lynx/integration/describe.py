@@ -17,23 +17,12 @@ def model_of(args: Namespace, config: Any, device: torch.device) -> Model:
     ``device`` is where the weights are.
     """
     kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
-    return Model(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
+    return _model(
+        args,
+        config,
         vocab_size=args.padded_vocab_size,
         num_query_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
-        ffn_hidden_size=config.ffn_hidden_size,
         swiglu=config.gated_linear_unit,
-        position_embedding_type="rope" if args.position_embedding_type == "rope" else "learned_absolute",
-        max_position_embeddings=args.max_position_embeddings,
-        normalization=config.normalization,
-        add_bias_linear=config.add_bias_linear,
-        untie_embeddings_and_output_weights=args.untie_embeddings_and_output_weights,
-        attention_dropout=config.attention_dropout,
-        hidden_dropout=config.hidden_dropout,
-        attention="unfused",
         attention_softmax_in_fp32=config.attention_softmax_in_fp32,
         mask_from_data=args.create_attention_mask_in_dataloader,
         fused_activation=config.bias_activation_fusion,
@@ -71,23 +60,32 @@ def model_before_validation(args: Namespace) -> Model:
     Good enough to split layers over stages: the vocabulary is not padded yet, and Megatron's
     defaults are taken from ``spec``.
     """
-    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size or 51200
-    return Model(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        vocab_size=vocabulary,
+    return _model(
+        args,
+        args,
+        vocab_size=getattr(args, "padded_vocab_size", None) or args.vocab_size or 51200,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        kv_channels=args.kv_channels,
-        ffn_hidden_size=args.ffn_hidden_size,
         swiglu=args.swiglu,
+        dtype_bytes=2 if args.bf16 or args.fp16 else 4,
+    )
+
+
+def _model(args: Namespace, shape: Any, **fields: Any) -> Model:
+    """A model of ``fields`` and of what arguments and config have under the same names; ``shape`` is
+    whichever of the two knows best."""
+    return Model(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        kv_channels=shape.kv_channels,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        normalization=shape.normalization,
+        add_bias_linear=shape.add_bias_linear,
+        attention_dropout=shape.attention_dropout,
+        hidden_dropout=shape.hidden_dropout,
         position_embedding_type="rope" if args.position_embedding_type == "rope" else "learned_absolute",
         max_position_embeddings=args.max_position_embeddings,
-        normalization=args.normalization,
-        add_bias_linear=args.add_bias_linear,
         untie_embeddings_and_output_weights=args.untie_embeddings_and_output_weights,
-        attention_dropout=args.attention_dropout,
-        hidden_dropout=args.hidden_dropout,
         attention="unfused",
-        dtype_bytes=2 if args.bf16 or args.fp16 else 4,
+        **fields,
     )
