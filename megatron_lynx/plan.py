@@ -20,15 +20,15 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from megatron_lynx.errors import PlanError
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.spec import Batch, Model, Parallel
 
 SCHEMA = 1
-KEEP = "keep"
-DEMAND = "demand"
+KEEP: Final = "keep"
+DEMAND: Final = "demand"
 WindowKind = Literal["fwd", "bwd", "head", "stall"]
 _WINDOW = re.compile(r"(fwd|bwd):(\d+):([a-z0-9_.]+)|head|stall")
 
@@ -61,10 +61,10 @@ def parse_choice(text: str) -> Choice:
     Raises:
         PlanError: not ``keep``, ``demand`` or a window.
     """
-    if text == "keep":
-        return "keep"
-    if text == "demand":
-        return "demand"
+    if text == KEEP:
+        return KEEP
+    if text == DEMAND:
+        return DEMAND
     match = _WINDOW.fullmatch(text)
     if match is None:
         raise PlanError(f"choice {text!r} is not keep, demand or a window like bwd:3:linear_fc1")
@@ -85,7 +85,7 @@ class LayerPlan:
 
     def choice(self, region: str) -> Choice:
         """What happens to ``region``: ``keep`` unless the plan says otherwise."""
-        return dict(self.choices).get(region, "keep")
+        return dict(self.choices).get(region, KEEP)
 
     @property
     def dropped(self) -> frozenset[str]:
