@@ -16,7 +16,7 @@ from megatron_lynx.gpt import backward_slots, forward_slots
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job
 from megatron_lynx.partition.layout import chunks_of
-from megatron_lynx.plan import LayerPlan, StagePlan, Window
+from megatron_lynx.plan import LayerPlan, StagePlan, relabel
 from megatron_lynx.planner import PlannedStage, SolveOptions, StageProblem
 from megatron_lynx.planner.verify import walk
 from megatron_lynx.schedule import has_forward_windows, in_flight, in_flight_moments
@@ -55,20 +55,6 @@ def stage_problem(
 def _keep(stage: int, chunks: tuple[tuple[int, ...], ...]) -> StagePlan:
     layers = tuple(LayerPlan(layer=layer) for chunk in chunks for layer in chunk)
     return StagePlan(stage=stage, chunks=chunks, layers=layers)
-
-
-def relabel(plan: StagePlan, chunks: tuple[tuple[int, ...], ...]) -> StagePlan:
-    """The same plan for other global layer indices, chunk by chunk."""
-    old = [layer for chunk in plan.chunks for layer in chunk]
-    names = dict(zip(old, [layer for chunk in chunks for layer in chunk], strict=True))
-    layers = []
-    for layer in plan.layers:
-        choices = tuple(
-            (region, replace(c, layer=names[c.layer]) if isinstance(c, Window) and c.layer >= 0 else c)
-            for region, c in layer.choices
-        )
-        layers.append(LayerPlan(layer=names[layer.layer], choices=choices))
-    return StagePlan(stage=plan.stage, chunks=chunks, layers=tuple(layers))
 
 
 OVERLAPPING = frozenset({"windows", "heu", "mixed", "opt"})
@@ -144,6 +130,9 @@ class Bench:
         stage, layers, stall_ns, planner, soft = key
         problem = stage_problem(self.job, stage, chunks_of(layers, 1, 0), stall_ns)
         options = replace(self.options, soft=soft and self.options.soft)
+        hard = self._plans.get((stage, layers, stall_ns, planner, False))
+        if soft and isinstance(hard, PlannedStage):
+            options = replace(options, start=hard.plan)
         if limit_s is not None:
             options = replace(options, time_limit_s=min(options.time_limit_s, max(0.5, limit_s)))
         static = self.job.memory_bytes - problem.budget_bytes
@@ -191,7 +180,8 @@ class Bench:
     def best(self, split: Split, planner: str, rounds: int = ROUNDS) -> tuple[PlannedStage, ...]:
         """The plans of all stages of a split that make the simulated step shortest.
 
-        For ``opt`` the choice includes what ``heu`` and ``checkmate`` plan, so it is never worse.
+        For ``opt`` the choice includes what ``heu`` and ``checkmate`` plan, so it is never worse; it
+        plans within the windows first, and from there with leave to overrun them.
         ``rounds`` is how often stalls are taken from the plans made for the stalls before.
 
         Raises:
@@ -205,11 +195,33 @@ class Bench:
             return self._pick(pools, errors)
         self._offer(pools, split, "checkmate", [0] * len(pools))
         stalls = self._made_for(pools) or self.free_stalls(split)
-        errors = self._offer(pools, split, "opt", stalls, deadline=started + self.time_limit_s / 2)
+        limit = self.time_limit_s / 3
+        errors = self._offer(pools, split, "opt", stalls, deadline=started + limit)
         if not errors:
             again = self.stalls(self._pick(pools))
-            self._offer(pools, split, "opt", again, deadline=started + self.time_limit_s)
-        return self._pick(pools, errors)
+            self._offer(pools, split, "opt", again, deadline=started + 2 * limit)
+        best = self._made_for(pools)
+        if best is not None and self.options.soft:
+            self._offer(pools, split, "opt", best, soft=True, deadline=started + 3 * limit)
+        return self._pick(pools, self._without_inputs(pools, split, errors))
+
+    def _without_inputs(
+        self, pools: Pools, split: Split, errors: Sequence[InfeasibleError]
+    ) -> list[InfeasibleError]:
+        """Plans for the stages that have none: full recomputation of groups of layers alone drops
+        inputs of layers, and so may fit where nothing else does. For stages that still have none,
+        which of the two needs less."""
+        left = []
+        for error in errors:
+            layers = self.layers(split, error.stage)
+            try:
+                if not pools[error.stage]:
+                    pools[error.stage].append(self.stage(error.stage, layers, "full-uniform"))
+            except InfeasibleError as other:
+                least = min(error.needed_bytes, other.needed_bytes)
+                static = self.job.footprint(error.stage, sum(layers)).static_bytes
+                left.append(does_not_fit(self.job, error.stage, least, static, "opt"))
+        return left
 
     def _pools(self) -> Pools:
         return [[] for _ in range(self.job.parallel.pp)]

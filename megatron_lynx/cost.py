@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_lynx.errors import ConfigError
@@ -94,6 +94,8 @@ _LAYER_TIMES = ("forward_ns", "dgrad_ns", "wgrad_ns", "collective_ns")
 class CostTable:
     """Times of a whole job, for one microbatch on one rank.
 
+    ``workspace_bytes`` is what each phase of a layer's backward was measured to need besides saved
+    storages (``LayerGraph.cuts``); empty where it was not measured, and then it is estimated.
     ``p2p_ns`` is one transfer of activations between neighbouring stages. The embedding is the
     work of the first stage besides its layers, the head that of the last: final norm, output
     layer, loss, collectives included. ``head_window_ns`` is how long the last stage then waits for
@@ -109,8 +111,29 @@ class CostTable:
     head_forward_ns: int = 0
     head_backward_ns: int = 0
     head_window_ns: int = 0
+    workspace_bytes: tuple[int, ...] = ()
     graph: str = ""
     source: str = "custom"
+
+    def with_times(self, times: Mapping[str, int]) -> CostTable:
+        """The table with some of the times outside of the layers replaced; ``KeyError`` for a name that
+        is none of them."""
+        changed = {name: times.get(name, getattr(self, name)) for name in _TABLE_TIMES}
+        if unknown := times.keys() - changed.keys():
+            raise KeyError(f"{sorted(unknown)} are no times of a table")
+        made: Any = changed
+        return replace(self, **made)
+
+    def averaged(self, other: CostTable) -> CostTable:
+        """The mean of two tables of one job, time by time; what is not a time is this one's."""
+
+        def mean(ours: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, int]:
+            return {name: (time + theirs.get(name, time)) // 2 for name, time in ours.items()}
+
+        parts: Any = {n: mean(getattr(self.layer, n), getattr(other.layer, n)) for n in _LAYER_TIMES}
+        layer = replace(self.layer, contention=(self.layer.contention + other.layer.contention) / 2, **parts)
+        times = mean(*({n: getattr(t, n) for n in _TABLE_TIMES} for t in (self, other)))
+        return replace(self, layer=layer).with_times(times)
 
     def to_json(self) -> str:
         """The JSON form, with a schema version; what ``--profile FILE`` reads."""
@@ -133,9 +156,13 @@ class CostTable:
             if contention < 1.0:
                 raise ValueError(f"layer.contention {contention} is below 1")
             whole = _times({name: data[name] for name in _TABLE_TIMES}, "table")
+            workspaces = tuple(data.get("workspace_bytes", ()))
+            if not all(type(size) is int and size >= 0 for size in workspaces):
+                raise ValueError(f"workspace_bytes {workspaces!r} are not whole numbers of bytes")
             return cls(
                 layer=LayerCosts(**times, contention=contention),
                 **whole,
+                workspace_bytes=workspaces,
                 graph=str(data["graph"]),
                 source=str(data["source"]),
             )

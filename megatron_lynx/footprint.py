@@ -149,11 +149,13 @@ def _logits_bytes(model: Model, parallel: Parallel, tokens: int, hidden: int) ->
     return logits * (model.dtype_bytes + 2 * FP32) + 2 * hidden
 
 
-def workspace_bytes(model: Model, parallel: Parallel, batch: Batch) -> int:
-    """What one layer's backward needs besides saved storages: the gradients alive at once.
+def workspace_bytes(model: Model, parallel: Parallel, batch: Batch) -> tuple[int, ...]:
+    """What one layer's backward needs besides saved storages, phase by phase (``gpt.CUTS``): the
+    gradients alive at once.
 
-    The residual's gradient all the time, and the largest of: the gradients of fc1's output and of
-    the MLP's inner tensor; those of attention (with unfused attention, of two s x s tensors).
+    The residual's gradient all the time. Before fc1, the gradients of its output and of the MLP's
+    inner tensor. From fc1 on, the larger of its own and those of attention (with unfused attention,
+    of two s x s tensors). From the QKV linear on, those of its output and input.
     """
     e, tp = model.dtype_bytes, parallel.tp
     tokens = batch.seq_length * batch.micro_batch_size
@@ -161,11 +163,13 @@ def workspace_bytes(model: Model, parallel: Parallel, batch: Batch) -> int:
     hidden, gathered = rows * model.hidden_size * e, tokens * model.hidden_size * e
     wide = tokens * model.ffn // tp * e
     mlp = wide * (3 if model.swiglu else 2) + gathered
+    fc1 = wide * (2 if model.swiglu else 1) + gathered
     heads, groups = model.num_attention_heads // tp, model.groups // tp
+    qkv = tokens * (heads + 2 * groups) * model.head_size * e + gathered
     attention = tokens * 2 * (heads + groups) * model.head_size * e + gathered
     if model.attention == "unfused":
         attention += 2 * batch.seq_length * tokens * heads * e
-    return hidden + max(mlp, attention)
+    return hidden + mlp, hidden + max(fc1, attention), hidden + qkv
 
 
 def step_ns(

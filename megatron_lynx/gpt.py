@@ -36,6 +36,11 @@ which can be rebuilt from the random state alone.
 """
 
 
+CUTS = ("linear_fc1", "linear_qkv")
+"""A layer's backward in three phases: what comes before the two waits for an input gradient (or, with
+sequence parallelism, the waits at those two linears), where most of a half layer is gone."""
+
+
 def forward_slots(parallel: Parallel) -> tuple[str, ...]:
     """Regions of a layer whose forward waits for a tensor-parallel collective, in order."""
     if parallel.tp == 1:
@@ -112,7 +117,7 @@ def layer_graph(model: Model, parallel: Parallel, batch: Batch) -> LayerGraph:
         )
         for name in names
     )
-    return LayerGraph(regions=regions, storages=tuple(s for s in storages if s.producer in names))
+    return LayerGraph(regions=regions, storages=tuple(s for s in storages if s.producer in names), cuts=CUTS)
 
 
 def _rows(parallel: Parallel, batch: Batch) -> int:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 INPUT = "input"
 """The pseudo-region that produces the layer's input. Only ``full-uniform-g`` plans drop it: it is
@@ -47,20 +48,59 @@ class Region:
     draws: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """What a graph looks up, made once: planners ask for it ten thousand times in a millisecond's work."""
+
+    place: dict[str, int]
+    storage: dict[str, Storage]
+    made: dict[str, tuple[Storage, ...]]
+    readers: dict[str, tuple[str, ...]]
+
+    @classmethod
+    def of(
+        cls,
+        regions: tuple[Region, ...],
+        storages: tuple[Storage, ...],
+        place: dict[str, int],
+        storage: dict[str, Storage],
+    ) -> _Index:
+        """The index of a graph's parts."""
+        made: dict[str, tuple[Storage, ...]] = {}
+        readers: dict[str, tuple[str, ...]] = {}
+        for one in storages:
+            made[one.producer] = (*made.get(one.producer, ()), one)
+        for region in regions:
+            for read in region.reads:
+                readers[read] = (*readers.get(read, ()), region.name)
+        return cls(place, storage, made, readers)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGraph:
     """Regions in forward order and the storages between them.
 
+    A layer's backward falls into *phases*, over each of which memory is counted as one: ``cuts``
+    names, in backward order, the regions with whose backward the second phase begins, the third,
+    and so on.
+
     Raises:
-        ValueError: a name twice, an unknown name, or a region that reads what comes later.
+        ValueError: a name twice, an unknown name, a region that reads what comes later, or cuts out
+            of order.
     """
 
     regions: tuple[Region, ...]
     storages: tuple[Storage, ...]
+    cuts: tuple[str, ...] = ()
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """Region names in forward order."""
+    _index: _Index = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         order = {region.name: i for i, region in enumerate(self.regions)}
         made = {storage.name: storage for storage in self.storages}
+        object.__setattr__(self, "names", tuple(order))
+        object.__setattr__(self, "_index", _Index.of(self.regions, self.storages, order, made))
         if len(order) != len(self.regions) or len(made) != len(self.storages):
             raise ValueError("a region or storage name stands twice in the graph")
         for storage in self.storages:
@@ -71,33 +111,25 @@ class LayerGraph:
             for read in region.reads:
                 if read not in made or order[made[read].producer] >= order[region.name]:
                     raise ValueError(f"region {region.name} cannot read {read}: it comes later")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Region names in forward order."""
-        return tuple(region.name for region in self.regions)
+        places = [order.get(cut, -1) for cut in self.cuts]
+        if any(place < 0 for place in places) or any(a <= b for a, b in pairwise(places)):
+            raise ValueError(f"cuts {self.cuts} are not regions in backward order")
 
     def region(self, name: str) -> Region:
         """The region called ``name``; ``KeyError`` if there is none."""
-        for region in self.regions:
-            if region.name == name:
-                return region
-        raise KeyError(name)
+        return self.regions[self._index.place[name]]
 
     def storage(self, name: str) -> Storage:
         """The storage called ``name``; ``KeyError`` if there is none."""
-        for storage in self.storages:
-            if storage.name == name:
-                return storage
-        raise KeyError(name)
+        return self._index.storage[name]
 
     def produced_by(self, region: str) -> tuple[Storage, ...]:
         """The storages that ``region`` produces."""
-        return tuple(storage for storage in self.storages if storage.producer == region)
+        return self._index.made.get(region, ())
 
     def readers(self, storage: str) -> tuple[str, ...]:
         """The regions that need ``storage`` to run again."""
-        return tuple(region.name for region in self.regions if storage in region.reads)
+        return self._index.readers.get(storage, ())
 
     def inputs_of(self, region: str) -> tuple[str, ...]:
         """The regions whose storages ``region`` needs to run again, in forward order."""
@@ -108,6 +140,30 @@ class LayerGraph:
         """Regions with a storage that some backward reads, the layer's input left out."""
         saved = {storage.producer for storage in self.storages if storage.saved_by}
         return tuple(name for name in self.names if name in saved and name != INPUT)
+
+    def phase_of(self, region: str) -> int:
+        """The phase of a layer's backward in which ``region``'s own backward runs, from 0."""
+        place = self._index.place
+        return sum(place[region] <= place[cut] for cut in self.cuts)
+
+    def first_need(self, region: str) -> int | None:
+        """The first phase in which some backward reads what ``region`` makes; None if none does."""
+        return min((self.phase_of(r) for s in self.produced_by(region) for r in s.saved_by), default=None)
+
+    def latest_phase(self, region: str) -> int:
+        """The phase by whose end ``region`` has run again, whatever else is dropped: that of its
+        first need, or if no backward reads what it makes, that of the regions which do."""
+        need = self.first_need(region)
+        if need is not None:
+            return need
+        readers = {r for s in self.produced_by(region) for r in self.readers(s.name)}
+        return max((self.latest_phase(reader) for reader in readers), default=0)
+
+    def release_phase(self, storage: str) -> int:
+        """The phase with whose end ``storage`` goes: when no backward and no region that may have to
+        run again reads it any more."""
+        saved = [self.phase_of(region) for region in self.storage(storage).saved_by]
+        return max([*saved, *(self.latest_phase(reader) for reader in self.readers(storage))], default=0)
 
     def is_kept(self, storage: Storage, dropped: frozenset[str]) -> bool:
         """Whether ``storage`` stays in memory from forward to backward when ``dropped`` are.

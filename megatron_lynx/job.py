@@ -50,9 +50,9 @@ class Job:
         return self.batch.global_batch_size * self.batch.seq_length
 
     @property
-    def workspace_bytes(self) -> int:
-        """What one layer's backward needs besides saved storages."""
-        return workspace_bytes(self.model, self.parallel, self.batch)
+    def workspace_bytes(self) -> tuple[int, ...]:
+        """What each phase of a layer's backward needs besides saved storages."""
+        return self.costs.workspace_bytes or workspace_bytes(self.model, self.parallel, self.batch)
 
     def footprint(self, stage: int, layers: int) -> Footprint:
         """Static memory of rank ``stage`` with ``layers`` layers."""

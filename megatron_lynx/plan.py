@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from megatron_lynx.errors import PlanError
@@ -144,6 +144,20 @@ def _parse_span(text: str) -> tuple[int, ...]:
         return ()
     first, _, last = text.partition("-")
     return tuple(range(int(first), int(last or first) + 1))
+
+
+def relabel(plan: StagePlan, chunks: tuple[tuple[int, ...], ...]) -> StagePlan:
+    """The same plan for other global layer indices, chunk by chunk."""
+    old = [layer for chunk in plan.chunks for layer in chunk]
+    names = dict(zip(old, [layer for chunk in chunks for layer in chunk], strict=True))
+    layers = []
+    for layer in plan.layers:
+        choices = tuple(
+            (region, replace(c, layer=names[c.layer]) if isinstance(c, Window) and c.layer >= 0 else c)
+            for region, c in layer.choices
+        )
+        layers.append(LayerPlan(layer=names[layer.layer], choices=choices))
+    return StagePlan(stage=plan.stage, chunks=chunks, layers=tuple(layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=whole, metavar="N", help="steps of each method, instead of a time")
     parser.add_argument("--budgets", metavar="LIST", help="such as 10%%+,60%% (of none; + is above full)")
     parser.add_argument("--planner", default="opt", help="who makes lynx's plans (default: opt)")
+    parser.add_argument("--plans", metavar="FILES", help="plan files to run as well, by commas")
     parser.add_argument("--tiny", action="store_true", help="a model of seconds, to see that it runs")
     for name in ("num-layers", "hidden-size", "seq-length", "micro-batch-size"):
         parser.add_argument(f"--{name}", type=whole, metavar="N")
@@ -207,4 +208,13 @@ def _device(gpu: bool) -> dict[str, str]:
     if gpu:
         return common
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return {**common, **threads, "MEGATRON_LYNX_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**common, **threads, **_KEEP_FREED_PAGES, "MEGATRON_LYNX_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+_KEEP_FREED_PAGES = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""glibc reuses freed memory instead of giving it back, as CUDA's caching allocator does, and asks for large
+pages; else every method pays page faults for what it frees, and the one that keeps most pays most."""

@@ -7,7 +7,7 @@ is what the runtime does), and on top of it the measured working set of the regi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_lynx.job import Job, make_job
 from megatron_lynx.plan import Plan, parse_plan
 from megatron_lynx.simulator import passes
 from megatron_lynx.simulator.engine import SimJob, simulate
+from megatron_lynx.simulator.passes import Delta
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.spec import Batch, Model, Parallel
 from megatron_lynx.workflow import check_plan, graph_of
@@ -99,14 +100,25 @@ class Predictor:
             inside = timeline.inside(run)
             if not run.action.forward and stage == self.job.parallel.pp - 1:
                 best = max(best, held + ends.get("head", 0))
-            for delta in (*inside.early_deltas, *inside.body_deltas):
+            for delta, busy in _with_region_at_work((*inside.early_deltas, *inside.body_deltas), backward):
                 besides = checkpoint if delta.layer in again and not run.action.forward else 0
                 if delta.size_bytes < 0:  # the backward of a region ends: it was at work until now
                     best = max(best, held + besides + backward.get(delta.name, 0))
                 held += delta.size_bytes
                 if delta.size_bytes > 0:
-                    more = 0 if run.action.forward else besides + gradients
+                    more = 0 if run.action.forward else besides + max(gradients, busy)
                     best = max(best, held + more + forward.get(delta.name, 0))
             if run.action.forward and stage == 0:
                 best = max(best, held + ends.get("embedding", 0) * (not best))
         return best
+
+
+def _with_region_at_work(deltas: Sequence[Delta], backward: Mapping[str, int]) -> Iterator[tuple[Delta, int]]:
+    """Each delta, and for what a window of a backward rebuilds the working set of the region whose
+    backward waits there: the next one that ends."""
+    busy, found = 0, list[tuple[Delta, int]]()
+    for delta in reversed(deltas):
+        if delta.size_bytes < 0:
+            busy = backward.get(delta.name, busy)
+        found.append((delta, busy if delta.owner == passes.IN_BACKWARD else 0))
+    return reversed(found)

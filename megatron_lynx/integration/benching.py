@@ -29,7 +29,7 @@ from megatron_lynx.gpt import layer_graph
 from megatron_lynx.integration.bench_methods import Lynx, Stock, dropping, without_windows
 from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
 from megatron_lynx.integration.measuring import agreed, measure, optimizer_ns
-from megatron_lynx.integration.measuring_memory import working_sets
+from megatron_lynx.integration.measuring_memory import with_workspaces, working_sets
 from megatron_lynx.integration.planning import from_rank_0
 from megatron_lynx.integration.windows import Hooks
 from megatron_lynx.job import Job, make_job
@@ -41,6 +41,8 @@ SCHEMA = 1
 FITTINGS = 2
 """How often a plan is made anew when the meter disagrees with the budget by more than ``CLOSE``."""
 CLOSE = 0.01
+PLANNING_S = 18.0
+"""What one plan by ``opt`` may take: there is one for each budget and fitting."""
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 15
 
 
@@ -142,18 +144,22 @@ class InTrainer:
         self.started_s = time.monotonic()
 
     def run(self) -> None:
-        """Measure costs, make the methods, meter them, time them, write the result."""
+        """Measure costs, make the methods, meter them, time them, measure costs again, write the result."""
         if self.table is None:
             self.table = agreed(measure(self.chunks, self.model, self.parallel, self.batch))
         self.optimizer_ns = optimizer_ns(self.optimizer)
         graph = layer_graph(self.model, self.parallel, self.batch)
         self.working = working_sets(self.chunks, self.model, self.parallel, self.batch, graph)
+        self.table = with_workspaces(self.table, self.working, graph)
         self._say(f"costs measured in {time.monotonic() - self.started_s:.0f} s")
         for method in self._stock_methods():
             self._meter(method)
             self.methods.append(method)
         self._add_lynx_methods()
         rounds = self._rounds()
+        # The machine drifts while the methods take turns: predictions come from before and after.
+        later = agreed(measure(self.chunks, self.model, self.parallel, self.batch))
+        self.table = self.table.averaged(later)
         self._write(rounds)
 
     # --- the methods ---------------------------------------------------------------------------
@@ -190,14 +196,18 @@ class InTrainer:
         return make_job(self.model, self.parallel, self.batch, costs=self.table, memory_bytes=memory_bytes)
 
     def _planned(self, job: Job, planner: str) -> Plan:
-        return parse_plan(from_rank_0(lambda: str(plan_job(job, planner).plan)))
+        return parse_plan(from_rank_0(lambda: str(plan_job(job, planner, time_limit_s=PLANNING_S).plan)))
 
     def _add_lynx_methods(self) -> None:
-        """Plans of named planners without a budget, then the planner's own for each budget; each of
-        the latter a second time with its windows off."""
+        """Plans of named planners without a budget and given plans, then the planner's own for each
+        budget; each of the latter a second time with its windows off."""
         for name, planner in self.request.get("planners", {}).items():
             plan = self._planned(self._job(1 << 60), planner)
             self.methods.append(Method(name, "lynx", self._lynx(plan), plan))
+            self._meter(self.methods[-1])
+        for name, text in self.request.get("plans", {}).items():
+            plan = parse_plan(text)
+            self.methods.append(Method(f"lynx {name}", "lynx", self._lynx(plan), plan))
             self._meter(self.methods[-1])
         peaks = {method.name: method.peak_bytes for method in self.methods}
         none, full = peaks["none"], peaks.get("full-uniform-1", 0)

@@ -84,9 +84,8 @@ def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
         )
         p2p = _transfer(layer, model, parallel, batch)
     graph = layer_graph(model, parallel, batch)
-    return CostTable(
-        layer=costs, p2p_ns=p2p, graph=graph.fingerprint(), source="measured on one layer", **ends
-    )
+    table = CostTable(layer=costs, p2p_ns=p2p, graph=graph.fingerprint(), source="measured on one layer")
+    return table.with_times(ends)
 
 
 def agreed(table: CostTable) -> CostTable:

@@ -8,16 +8,21 @@ together give what the meter will see in training.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megatron_lynx.cost import CostTable
+from megatron_lynx.gpt import layer_graph
 from megatron_lynx.graph import INPUT, LayerGraph
 from megatron_lynx.integration.binding import bind, transformer_layers
-from megatron_lynx.integration.measuring import Probe, silent_collectives
+from megatron_lynx.integration.measuring import Probe, agreed, measure, silent_collectives
 from megatron_lynx.integration.measuring_ends import layer_arguments, run_ends
 from megatron_lynx.profiler.measure import mark_tensors
 from megatron_lynx.profiler.meter import StorageMeter
+from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.tape import GLUES
 from megatron_lynx.spec import Batch, Model, Parallel
 
@@ -101,6 +106,44 @@ def working_sets(
         "backward": _beyond(regions.backward, graph, saved_before_backward),
         "ends": _ends(chunks, model, parallel, batch),
     }
+
+
+def measured_costs(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch) -> CostTable:
+    """Times and workspaces, measured on every rank and agreed upon; every rank must call it."""
+    table = agreed(measure(chunks, model, parallel, batch))
+    graph = layer_graph(model, parallel, batch)
+    random = RandomSource(get_cuda_rng_tracker, next(chunks[0].parameters()).device)
+    with random.replaying(random.capture()):
+        sets = working_sets(chunks, model, parallel, batch, graph)
+    return with_workspaces(table, sets, graph)
+
+
+def with_workspaces(table: CostTable, sets: Mapping[str, Mapping[str, int]], graph: LayerGraph) -> CostTable:
+    """``table`` with the workspace of each phase of a layer's backward: the largest of all ranks."""
+    own = phase_workspaces(graph, sets["backward"])
+    everyone = [own] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, own)
+    return replace(table, workspace_bytes=tuple(map(max, zip(*everyone, strict=True))))
+
+
+def phase_workspaces(graph: LayerGraph, backward: Mapping[str, int]) -> tuple[int, ...]:
+    """What each phase needs beyond what is saved when it begins, from the regions' working sets.
+
+    A region that runs late in its phase may use what those before it have left.
+    """
+    place = {name: i for i, name in enumerate(graph.names)}
+    found = [0] * (len(graph.cuts) + 1)
+    for region, size in backward.items():
+        phase = graph.phase_of(region)
+        left = sum(
+            s.size_bytes
+            for s in graph.storages
+            if s.saved_by
+            and graph.release_phase(s.name) == phase
+            and all(place[reader] > place[region] for reader in s.saved_by)
+        )
+        found[phase] = max(found[phase], size - left)
+    return tuple(found)
 
 
 def _beyond(peaks: Mapping[str, int], graph: LayerGraph, saved: Any) -> dict[str, int]:

@@ -14,7 +14,7 @@ import torch
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import LynxError
 from megatron_lynx.integration.describe import model_before_validation
-from megatron_lynx.integration.measuring import agreed, measure
+from megatron_lynx.integration.measuring_memory import measured_costs
 from megatron_lynx.plan import Plan, parse_plan
 from megatron_lynx.spec import Batch, Model, Parallel
 from megatron_lynx.workflow import plan_with_costs
@@ -43,7 +43,7 @@ def make_plan(asked: Asked, chunks: Sequence[Any]) -> tuple[Plan, CostTable]:
     if asked.profile is not None:
         table = CostTable.from_json(asked.profile.read_text(), "--lynx-profile")
     else:
-        table = agreed(measure(chunks, asked.model, asked.parallel, asked.batch))
+        table = measured_costs(chunks, asked.model, asked.parallel, asked.batch)
     text = from_rank_0(lambda: str(_plan(asked, table)))
     return parse_plan(text), table
 

@@ -17,7 +17,7 @@ from megatron_lynx.integration.cpu import cpu_backend_if_requested
 from megatron_lynx.integration.dataset_helpers import shipped_dataset_helpers
 from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
 from megatron_lynx.integration.install import install
-from megatron_lynx.integration.measuring import agreed, measure
+from megatron_lynx.integration.measuring_memory import measured_costs
 from megatron_lynx.integration.norm import sequence_parallel_norm
 from megatron_lynx.integration.targets import Target
 from megatron_lynx.integration.trainer import argument_targets
@@ -43,7 +43,7 @@ def profile(arguments: Sequence[str], output: Path) -> CostTable:
             flags = get_args()
             device = next(chunks[0].parameters()).device
             model = model_of(flags, get_model_config(chunks[0]), device)
-            found.append(agreed(measure(chunks, model, parallel_of(flags), batch_of(flags))))
+            found.append(measured_costs(chunks, model, parallel_of(flags), batch_of(flags)))
             raise _Measured
 
         return setup_model_and_optimizer

@@ -105,7 +105,7 @@ def megatron_graph(graph: LayerGraph) -> LayerGraph:
         else s
         for s in graph.storages
     )
-    return LayerGraph(regions=regions, storages=storages)
+    return LayerGraph(regions=regions, storages=storages, cuts=graph.cuts)
 
 
 def selective(problem: StageProblem, options: SolveOptions) -> Answer:

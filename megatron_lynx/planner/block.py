@@ -4,8 +4,9 @@ Glossary (r a region, j a slot, that is a window in its place in the order):
   drop[r]    1 if r is not kept
   by[r][j]   1 if r is dropped and rebuilt in slot j or before; absent where r may not go into j
   early[r,j] 1 if r is run again on demand before the layer's own slot j opens
-A slot belongs to a level, a point at which memory is counted; the last level is the layer's own
-backward. Sizes are in a unit that ``Scale`` chooses, times in microseconds.
+  asked[r,p] 1 if r is run again on demand in phase p of the layer's own backward or before
+A slot belongs to a level, a point at which memory is counted; the last levels are the phases of the
+layer's own backward. Sizes are in a unit that ``Scale`` chooses, times in microseconds.
 """
 
 from __future__ import annotations
@@ -101,8 +102,17 @@ class Block:
             if source in self.drop
         ]
         self.starts = [sum(s.level < level for s in self.slots) for level in range(levels + 1)]
+        self.own = levels - problem.phases
+        """The level of the first phase of the layer's own backward."""
+        graph = problem.graph
+        self.latest = {name: graph.latest_phase(name) for name in self.names}
+        self.release = {s.name: graph.release_phase(s.name) for s in graph.storages}
+        self.asked: dict[tuple[str, int], int] = {}
+        self.passed: dict[str, int] = {}
         self._chains()
+        self._purpose()
         self._precedence()
+        self._demands()
         if not loose:
             self._early()
 
@@ -143,6 +153,13 @@ class Block:
             for a, b in pairwise(chain):
                 self.model.row([(a, 1.0), (b, -1.0)], at_most=0.0)
 
+    def _purpose(self) -> None:
+        """Nothing is dropped for nobody: what no backward reads, only if a reader of it is dropped."""
+        for name in self.names:
+            if self.problem.last_reader(name) < 0:
+                readers = [(self.drop[r], -1.0) for source, r in self.edges if source == name]
+                self.model.row([(self.drop[name], 1.0), *readers], at_most=0.0)
+
     def _precedence(self) -> None:
         """A region in a window reads what is kept or was rebuilt no later:
         by[r][j] <= 1 - drop[q] + by[q][j] for every q that r reads."""
@@ -175,13 +192,40 @@ class Block:
                     late = [*self.before(name, len(self.slots)), *minus(self.before(name, j))]
                     self.model.row([*late, (reader, 1.0)], at_most=1.0)
 
+    def _demands(self) -> None:
+        """asked[r,p], where that is not settled by the phase alone: 1 exactly if r is dropped and in no
+        window, and some reader of it is asked for by then."""
+        for phase in range(self.problem.phases - 1):
+            for name in reversed(self.names):
+                readers = [r for source, r in self.edges if source == name and self._asked(r, phase)]
+                if phase >= self.latest[name] or not readers:
+                    continue
+                asked = self.asked[name, phase] = self.model.variable(integer=False)
+                self.model.row([(asked, 1.0), *minus(self.on_demand(name))], at_most=0.0)
+                some: list[Term] = [(asked, 1.0)]
+                for reader in readers:
+                    terms = self._asked(reader, phase)
+                    self.model.row([*self.on_demand(name), *terms, (asked, -1.0)], at_most=1.0)
+                    some += minus(terms)
+                self.model.row(some, at_most=0.0)
+
+    def _asked(self, name: str, phase: int) -> list[Term]:
+        """1 if ``name`` is run again on demand in ``phase`` or before."""
+        if phase >= self.latest[name]:
+            return self.on_demand(name)
+        variable = self.asked.get((name, phase))
+        return [] if variable is None else [(variable, 1.0)]
+
     # Memory -------------------------------------------------------------------------------------
 
-    def kept(self, scale: Scale) -> tuple[list[Term], float]:
-        """Kept units of one microbatch: terms and a constant."""
+    def kept(self, scale: Scale, phase: int = 0) -> tuple[list[Term], float]:
+        """Kept units of one microbatch that are there in ``phase`` of the layer's own backward, or
+        before it: terms and a constant."""
         terms: list[Term] = []
         constant = 0.0
         for storage in self.problem.graph.storages:
+            if self.release[storage.name] < phase:
+                continue
             size, producer = scale.size(storage.size_bytes), storage.producer
             if storage.saved_by:
                 constant += size
@@ -189,41 +233,60 @@ class Block:
                 continue
             readers = [r for r in self.problem.graph.readers(storage.name) if r in self.drop]
             if readers:
-                held = self.model.variable(integer=False)
-                gone = [(self.drop[producer], -1.0)] if producer in self.drop else []
-                for reader in readers:
-                    self.model.row([(self.drop[reader], 1.0), *gone, (held, -1.0)], at_most=0.0)
-                terms.append((held, size))
+                terms.append((self._held(storage, readers), size))
         return terms, constant
 
-    def alive(self, level: int, scale: Scale, *, carried: bool = False) -> list[Term]:
-        """Units rebuilt and alive at ``level``; the last level is the layer's own backward.
+    def _held(self, storage: Storage, readers: list[str]) -> int:
+        """1 if a storage that no backward reads is kept for a dropped region."""
+        if storage.name not in self.passed:
+            held = self.passed[storage.name] = self.model.variable(integer=False)
+            gone = [(self.drop[storage.producer], -1.0)] if storage.producer in self.drop else []
+            for reader in readers:
+                self.model.row([(self.drop[reader], 1.0), *gone, (held, -1.0)], at_most=0.0)
+        return self.passed[storage.name]
 
-        ``carried``: alive at ``level`` and beyond it.
+    def alive(self, level: int, scale: Scale, *, done: int | None = None) -> list[Term]:
+        """Units rebuilt and alive at ``level``.
+
+        What only passes on is alive as long as some reader is not rebuilt in a window below level
+        ``done`` (``level`` unless told).
         """
-        last = level == self.levels - 1
+        done = level if done is None else done
         terms: list[Term] = []
         for storage in self.problem.graph.storages:
             if storage.producer not in self.drop:
                 continue
-            size, name = scale.size(storage.size_bytes), storage.producer
-            here = [(self.drop[name], 1.0)] if last else self.before(name, self.starts[level + 1])
-            if storage.saved_by:
+            size, here = scale.size(storage.size_bytes), self._made(storage.producer, level)
+            if not here:
+                continue
+            if not storage.saved_by:
+                terms += self._passing(storage, here, level, done, size)
+            elif level - self.own <= self.release[storage.name]:
                 terms += [(v, f * size) for v, f in here]
-            elif here:
-                terms += self.passing(storage, here, level + carried, size)
         return terms
 
-    def passing(self, storage: Storage, here: list[Term], level: int, size: float) -> list[Term]:
-        """A storage that no backward reads: alive until its dropped readers have run, i.e. while
-        one of them is not rebuilt before ``level``."""
+    def _made(self, name: str, level: int) -> list[Term]:
+        """1 if ``name`` is run again at ``level`` or before."""
+        phase = level - self.own
+        if phase >= self.latest[name]:
+            return [(self.drop[name], 1.0)]
+        here = self.before(name, self.starts[level + 1])
+        return here if phase < 0 else [*here, *self._asked(name, phase)]
+
+    def _passing(self, storage: Storage, here: list[Term], level: int, done: int, size: float) -> list[Term]:
+        """A storage that no backward reads: alive until its dropped readers have run."""
+        phase = level - self.own
         readers = [r for r in self.problem.graph.readers(storage.name) if r in self.drop]
+        readers = [r for r in readers if phase <= self.latest[r]]
         if not readers:
             return []
         held = self.model.variable(integer=False)
         for reader in readers:
-            done = self.before(reader, self.starts[level])
-            self.model.row([*here, (self.drop[reader], 1.0), *minus(done), (held, -1.0)], at_most=1.0)
+            over = self.before(reader, self.starts[done])
+            if phase > 0:
+                over = [*over, *self._asked(reader, phase - 1)]
+            terms = [*here, (self.drop[reader], 1.0), *minus(over), (held, -1.0)]
+            self.model.row(terms, at_most=1.0)
         return [(held, size)]
 
     # Reading and writing ------------------------------------------------------------------------

@@ -60,20 +60,22 @@ class PooledModel(StageModel):
                 )
         behind = chunk[-1] - layer
         widest = max(self._backward_caps(), default=0)
+        own_level = self.before + behind * self.problem.phases
         if behind:
-            slots.append(Slot(Pool("backward", number), self.before + behind - 1, widest))
+            slots.append(Slot(Pool("backward", number), own_level - 1, widest))
         own = self.problem.backward_slots[0].partition(".")[0] if self.problem.backward_slots else ""
         if own:
-            slots.append(Slot(Pool("own", number), self.before + behind, widest, own=own))
-        return Block(
-            self.model, self.problem, slots, self.before + behind + 1, soft=self.options.soft, loose=True
-        )
+            last = max(self.problem.phase_of(Window("bwd", 0, s)) for s in self.problem.backward_slots)
+            slots.append(Slot(Pool("own", number), own_level + last, widest, own=own))
+        levels = own_level + self.problem.phases
+        return Block(self.model, self.problem, slots, levels, soft=self.options.soft, loose=True)
 
     def _alive(self, block: Block, level: int) -> list[Term]:
         """In a pool, what passes through may come and go before others come: count what stays."""
-        forward = level == self.before - len(self.idle) - 1
-        backward = self.before <= level < block.levels - 1
-        return block.alive(level, self.scale, carried=forward or backward)
+        if level >= block.own:
+            return block.alive(level, self.scale, done=block.levels)
+        pooled = level >= self.before or level == self.before - len(self.idle) - 1
+        return block.alive(level, self.scale, done=level + pooled)
 
     def _backward_caps(self) -> list[int]:
         window_ns = self.problem.costs.window_ns
@@ -112,7 +114,7 @@ class PooledModel(StageModel):
 
     def excess(self, budget: bool) -> int:
         """A variable for work beyond a window, in microseconds."""
-        return self.model.variable(float(budget), upper=math.inf, integer=False)
+        return self.model.variable(budget / self.problem.costs.contention, upper=math.inf, integer=False)
 
     def _pool_ns(self, pool: Pool) -> int:
         if pool.kind == "forward":

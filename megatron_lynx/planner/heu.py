@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import cast
 
+from megatron_lynx.graph import Storage
 from megatron_lynx.plan import Choice, StagePlan, Window
 from megatron_lynx.planner.baselines import infeasible
 from megatron_lynx.planner.block import Block, Scale, Slot, Term, minus, tidy
@@ -85,18 +86,20 @@ class _PolicyModel:
         self.scale = Scale.of(problem)
         self.count = len(problem.layers)
         slots, self.before = self._slots()
-        levels = self.before + 2
+        self.phases = problem.phases
+        levels = self.before + 2 * self.phases
         self.block = Block(self.model, problem, slots, levels, soft=options.soft)
         self.peak = None if budget else self.model.variable(1.0, upper=math.inf, integer=False)
-        if budget:
-            self._time()
+        self.asked: dict[tuple[str, int], int] = {}
+        self.again = self._again(budget)
         self._capacities(budget)
         self._memory()
 
     def _slots(self) -> tuple[list[Slot], int]:
         """Slots in order, and the number of levels before any backward.
 
-        Levels: one a forward slot, stall, head, then the backward of the next layer, then the own.
+        Levels: one a forward slot, stall, head, then the phases of the backward of the next layer,
+        then those of the own.
         """
         problem, slots = self.problem, list[Slot]()
         if problem.has_forward_windows:
@@ -112,18 +115,20 @@ class _PolicyModel:
             for slot in problem.backward_slots:
                 capacity = problem.costs.window_ns(Window("bwd", 0, slot))
                 own = slot.partition(".")[0] if kind == "own" else ""
-                slots.append(Slot((kind, slot), before + (kind == "own"), capacity, own=own))
+                level = before + (kind == "own") * problem.phases + problem.phase_of(Window("bwd", 0, slot))
+                slots.append(Slot((kind, slot), level, capacity, own=own))
         return slots, before
 
-    def _time(self) -> None:
+    def _again(self, budget: bool) -> dict[str, int]:
         """Every layer but a chunk's last pays for ``demand``; a last one for ``next`` as well, and
-        for what reads that in its own windows."""
+        for what reads that in its own windows. Returns, by region, 1 if a last layer runs it again on
+        demand."""
         block, lasts = self.block, sum(bool(chunk) for chunk in self.problem.chunks)
         again: dict[str, int] = {}
         owns = next((j for j, s in enumerate(block.slots) if s.own), len(block.slots))
         nexts = next((j for j, s in enumerate(block.slots) if s.level >= self.before), len(block.slots))
         for name in block.names:
-            us = self.problem.demand_ns(name) / 1000
+            us = budget * self.problem.demand_ns(name) / 1000
             for variable, factor in block.on_demand(name):
                 self.model.costs[variable] += us * factor * (self.count - lasts)
             again[name] = self.model.variable(us * lasts, integer=False)
@@ -133,6 +138,7 @@ class _PolicyModel:
             for source, reader in block.edges:
                 if reader == name:
                     self.model.row([*own, (again[source], 1.0), (again[name], -1.0)], at_most=1.0)
+        return again
 
     def _capacities(self, budget: bool) -> None:
         """What goes into one window of one layer: own work and that of the layer before."""
@@ -145,13 +151,14 @@ class _PolicyModel:
             rooms[key] = slot.capacity_ns
         for key, terms in loads.items():
             if self.options.soft:
-                excess = self.model.variable(self.count * budget, upper=math.inf, integer=False)
+                slowed = 1.0 if key[0] == "stall" else self.problem.costs.contention
+                excess = self.model.variable(self.count * budget / slowed, upper=math.inf, integer=False)
                 terms = [*terms, (excess, -1.0)]
             if terms:
                 self.model.row(terms, at_most=rooms[key] / 1000 + HALF_NS_IN_US)
 
     def _memory(self) -> None:
-        """Forward windows of the last layer, stall, head, and the first backward of each chunk."""
+        """Forward windows of the last layer, stall, head, and the first two backwards of each chunk."""
         block, scale, problem = self.block, self.scale, self.problem
         kept, constant = block.kept(scale)
         flights = sum(n * len(chunk) for n, chunk in zip(problem.in_flight, problem.chunks, strict=True))
@@ -161,25 +168,81 @@ class _PolicyModel:
         for level in range(self.before):
             others = max(forwards) if level in forwards else level
             terms = [*base, *block.alive(level, scale)]
-            terms += times(rest, block.alive(others, scale, carried=level in forwards))
+            terms += times(rest, block.alive(others, scale, done=others + (level in forwards)))
             self._row(terms, constant * flights, 0)
-        carried = block.alive(self.before - 1, scale, carried=True)
-        own, following = self._own_alive(), block.alive(self.before, scale)
-        for length in {len(chunk) for chunk in problem.chunks if chunk}:
-            second = min(1, length - 1)
-            terms = [*base, *own, *times(second, following), *times(self.count - 1 - second, carried)]
-            self._row(terms, constant * flights, problem.workspace_bytes)
+        carried = block.alive(self.before - 1, scale, done=self.before)
+        for phase in range(self.phases):
+            following = block.alive(self.before + phase, scale)
+            here, fixed = block.kept(scale, phase)
+            firsts = [self._last_layer_alive(phase), block.alive(block.own + phase, scale)]
+            for length in {len(chunk) for chunk in problem.chunks if chunk}:
+                for gone, own in enumerate(firsts[:length]):
+                    others = self.count - gone - 1
+                    second = min(1, length - gone - 1)
+                    terms = [*times(flights - gone - 1, kept), *here, *own]
+                    terms += [*times(second, following), *times(others - second, carried)]
+                    self._row(terms, constant * (flights - gone - 1) + fixed, problem.workspace(phase))
 
-    def _own_alive(self) -> list[Term]:
-        """What is alive in a last layer's own backward, where the work of ``next`` is on demand."""
+    def _last_layer_alive(self, phase: int) -> list[Term]:
+        """What is alive in a phase of a last layer's own backward, where the work of ``next`` is on
+        demand."""
         block, scale, terms = self.block, self.scale, list[Term]()
         for storage in self.problem.graph.storages:
             name, size = storage.producer, scale.size(storage.size_bytes)
-            if name in block.drop and storage.saved_by:
-                terms.append((block.drop[name], size))
-            elif name in block.drop:
-                terms += block.passing(storage, [(block.drop[name], 1.0)], self.before, size)
+            if name not in block.drop:
+                continue
+            here = self._last_layer_made(name, phase)
+            if not here:
+                continue
+            if not storage.saved_by:
+                terms += self._last_layer_passing(storage, here, phase, size)
+            elif phase <= block.release[storage.name]:
+                terms += [(v, f * size) for v, f in here]
         return terms
+
+    def _last_layer_made(self, name: str, phase: int) -> list[Term]:
+        """1 if a last layer has run ``name`` again by the end of ``phase``: because its backward needs
+        it, in a window before any backward or in one of its own, or because a reader asks for it."""
+        block = self.block
+        if phase >= block.latest[name]:
+            return [(block.drop[name], 1.0)]
+        owns = next((j for j, s in enumerate(block.slots) if s.own), len(block.slots))
+        early = block.before(name, block.starts[self.before])
+        own = [*block.before(name, block.starts[block.own + phase + 1]), *minus(block.before(name, owns))]
+        terms = [*early, *own]
+        readers = [r for source, r in block.edges if source == name]
+        asking = [self._last_layer_asked(reader, phase) for reader in readers]
+        if any(asking):
+            asked = self.model.variable(integer=False)
+            for ask in asking:
+                if ask:
+                    self.model.row([(self.again[name], 1.0), *ask, (asked, -1.0)], at_most=1.0)
+            terms.append((asked, 1.0))
+            self.asked[name, phase] = asked
+        return terms
+
+    def _last_layer_asked(self, name: str, phase: int) -> list[Term]:
+        """1 if a last layer runs ``name`` again on demand by the end of ``phase``."""
+        if phase >= self.block.latest[name]:
+            return [(self.again[name], 1.0)]
+        if (name, phase) not in self.asked:
+            self._last_layer_made(name, phase)
+        asked = self.asked.get((name, phase))
+        return [] if asked is None else [(asked, 1.0)]
+
+    def _last_layer_passing(self, storage: Storage, here: list[Term], phase: int, size: float) -> list[Term]:
+        """A storage that no backward reads; until the phase by which its readers have run at the
+        latest."""
+        block = self.block
+        readers = [r for r in self.problem.graph.readers(storage.name) if r in block.drop]
+        readers = [r for r in readers if phase <= block.latest[r]]
+        if not readers:
+            return []
+        held = self.model.variable(integer=False)
+        for reader in readers:
+            done = block.before(reader, block.starts[self.before])
+            self.model.row([*here, (block.drop[reader], 1.0), *minus(done), (held, -1.0)], at_most=1.0)
+        return [(held, size)]
 
     def _row(self, terms: list[Term], constant: float, extra_bytes: int) -> None:
         if self.peak is not None:

@@ -108,14 +108,14 @@ def _search(problem: StageProblem, options: SolveOptions, *, budget: bool, near_
 
 
 def _quick(problem: StageProblem, options: SolveOptions) -> list[StagePlan]:
-    """The plans of the quick planners."""
+    """The plans of the quick planners, and the one to begin from."""
     found: list[StagePlan] = []
     for planner in (heu, windows):
         try:
             found.append(planner(problem, options).plan)
         except InfeasibleError:
             continue
-    return found
+    return found if options.start is None else [*found, options.start]
 
 
 def _better(best: _Found, plan: StagePlan, pricer: Pricer, budget: bool) -> _Found:

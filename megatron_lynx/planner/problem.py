@@ -5,14 +5,19 @@ forward windows of the forward pass just before the backward, then the stall, th
 windows in execution order (last layer first), then on demand.
 
 Memory is counted at *points*, in this order: each forward window, the end of the forward pass, the
-stall, the head, and the backward of each layer (last layer first). A backward window belongs to the
-point of the layer whose backward it interrupts. At a point are alive:
+stall, the head, and the phases of the backward of each layer (last layer first). A backward window
+belongs to the phase that it interrupts. At a point are alive:
 
-- what is kept, once per microbatch in flight; once less for a layer whose backward has passed;
-- what was rebuilt, from the point of its window (or, on demand, the layer's backward) to the layer's
-  backward if some backward reads it, else to the point where the last dropped region that reads it
-  is rebuilt;
-- in a backward, the workspace.
+- what is kept, once per microbatch in flight; once less from the phase on with which it was released
+  in its own layer's backward (``LayerGraph.release_phase``);
+- what was rebuilt, from the point of its window (or, on demand, the phase in which it is first needed)
+  to its release if some backward reads it, else to the point where the last dropped region that reads
+  it is rebuilt;
+- in a backward, the workspace of the phase.
+
+On demand a region runs again when a backward or another region on demand first needs it; one that
+nobody needs (the end of a layer in Megatron's full recompute) when its layer's backward begins, and
+with it what it reads. A dropped input is made at that moment too, by the layer before.
 
 With several model chunks a backward of one chunk is not followed at once by that of another, so all
 that another chunk holds counts as alive throughout: its in-flight microbatches in full, and what was
@@ -22,6 +27,7 @@ rebuilt for it before the backward passes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from megatron_lynx.cost import LayerCosts
 from megatron_lynx.graph import LayerGraph
@@ -38,7 +44,8 @@ class StageProblem:
     optimizer, logits and the reserve. ``has_forward_windows`` is False where a microbatch's
     backward follows its own forward (the last stage, or no pipeline). ``stall_ns`` is the idle
     time before a backward in the steady state, ``head_ns`` the output layer's collective (last
-    stage only). ``workspace_bytes`` is what one layer's backward needs besides saved storages.
+    stage only). ``workspace_bytes`` is what each phase of a layer's backward needs besides saved
+    storages; what is not said is nothing.
     """
 
     stage: int
@@ -52,7 +59,7 @@ class StageProblem:
     has_forward_windows: bool = True
     stall_ns: int = 0
     head_ns: int = 0
-    workspace_bytes: int = 0
+    workspace_bytes: tuple[int, ...] = ()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -63,6 +70,19 @@ class StageProblem:
     def backward_order(self) -> tuple[int, ...]:
         """The layers in the order of their backward passes: last chunk first, last layer first."""
         return tuple(layer for chunk in reversed(self.chunks) for layer in reversed(chunk))
+
+    @property
+    def phases(self) -> int:
+        """Phases of a layer's backward."""
+        return len(self.graph.cuts) + 1
+
+    def workspace(self, phase: int) -> int:
+        """Bytes that a phase needs besides saved storages."""
+        return self.workspace_bytes[phase] if phase < len(self.workspace_bytes) else 0
+
+    def phase_of(self, window: Window) -> int:
+        """The phase of its layer's backward that a ``bwd`` window interrupts."""
+        return self.graph.phase_of(window.slot.partition(".")[0])
 
     def chunk_of(self, layer: int) -> int:
         """The model chunk that holds global layer ``layer``; ``KeyError`` if none does."""
@@ -99,6 +119,12 @@ class StageProblem:
         Only in the stall is the device free of a collective, hence of its contention.
         """
         return self.costs.rebuild_ns(region, hidden=window.kind != "stall")
+
+    def excess_ns(self, window: Window, work_ns: int) -> int:
+        """What ``work_ns`` of work in ``window`` costs on the critical path: what is left at the end of
+        the window runs on at full speed, without the collective's contention."""
+        left = max(0, work_ns - self.capacity_ns(window))
+        return left if window.kind == "stall" else ceil(left / self.costs.contention)
 
     def demand_ns(self, region: str) -> int:
         """Time on the critical path when ``region`` is rebuilt on demand, collective included."""

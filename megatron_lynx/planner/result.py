@@ -16,7 +16,8 @@ class SolveOptions:
 
     ``time_limit_s`` bounds one stage, ``relative_gap`` is where the solver may stop (0: to the
     nanosecond). ``threads`` and ``seed`` go to HiGHS. Each kind of window can be switched off;
-    ``soft`` lets work overrun a window, and then the excess is paid on the critical path.
+    ``soft`` lets work overrun a window, and then the excess is paid on the critical path. ``start`` is
+    a known plan for ``opt`` to begin from.
     """
 
     time_limit_s: float = 30.0
@@ -28,6 +29,7 @@ class SolveOptions:
     stall: bool = True
     head: bool = True
     soft: bool = False
+    start: StagePlan | None = None
 
     def restrict(self, problem: StageProblem) -> StageProblem:
         """``problem`` without the windows that are switched off."""

@@ -90,13 +90,17 @@ class StageModel:
             if window.kind == "stall" or self.problem.chunks[-1] is chunk:
                 slots.append(self._slot(window, start + i))
         behind = chunk[-1] - layer
+        phases = self.problem.phases
         for i, other in enumerate(range(chunk[-1], layer - 1, -1)):
             if self.reach is not None and other > layer + self.reach:
                 continue
             for slot in self.problem.backward_slots:
                 own = slot.partition(".")[0] if other == layer else ""
-                slots.append(self._slot(Window("bwd", other, slot), self.before + i, own))
-        return Block(self.model, self.problem, slots, self.before + behind + 1, soft=self.options.soft)
+                window = Window("bwd", other, slot)
+                level = self.before + i * phases + self.problem.phase_of(window)
+                slots.append(self._slot(window, level, own))
+        levels = self.before + (behind + 1) * phases
+        return Block(self.model, self.problem, slots, levels, soft=self.options.soft)
 
     def _slot(self, window: Window, level: int, own: str = "") -> Slot:
         capacity = self.problem.capacity_ns(window)
@@ -112,35 +116,36 @@ class StageModel:
             if not terms:
                 continue
             if self.options.soft:
-                terms.append((self.model.variable(float(budget), upper=math.inf, integer=False), -1.0))
+                slowed = 1.0 if window.kind == "stall" else self.problem.costs.contention
+                terms.append((self.model.variable(budget / slowed, upper=math.inf, integer=False), -1.0))
             self.model.row(terms, at_most=self.problem.capacity_ns(window) / 1000 + HALF_NS_IN_US)
 
     def _memory(self) -> None:
         """Bytes alive at every point at most the budget."""
-        problem, scale = self.problem, self.scale
+        problem, scale, phases = self.problem, self.scale, range(self.problem.phases)
         kept = {layer: block.kept(scale) for layer, block in self.blocks.items()}
         flights = {
             layer: count
             for chunk, count in zip(problem.chunks, problem.in_flight, strict=True)
             for layer in chunk
         }
-        carried = {k: b.alive(self.before - 1, scale, carried=True) for k, b in self.blocks.items()}
+        carried = {k: b.alive(self.before - 1, scale, done=self.before) for k, b in self.blocks.items()}
         for level in range(self.before) if self.split else ():
             terms = [t for k in self.blocks for t in scaled(kept[k][0], flights[k])]
             terms += [t for block in self.blocks.values() for t in self._alive(block, level)]
             self._row(terms, sum(kept[k][1] * flights[k] for k in self.blocks), 0)
         for chunk in problem.chunks:
-            for i, layer in enumerate(reversed(chunk)):
-                terms, constant = list[Term](), 0.0
+            for i, (layer, phase) in enumerate((k, p) for k in reversed(chunk) for p in phases):
+                terms, constant = self.blocks[layer].kept(scale, phase)
                 for k, block in self.blocks.items():
-                    count = flights[k] - (k in chunk and k > layer)
+                    count = flights[k] - (k in chunk and k >= layer)
                     terms += scaled(kept[k][0], count)
                     constant += kept[k][1] * count
                     if k not in chunk:
                         terms += carried[k]
                     elif k <= layer:
                         terms += self._alive(block, self.before + i)
-                self._row(terms, constant, problem.workspace_bytes)
+                self._row(terms, constant, problem.workspace(phase))
 
     def _row(self, terms: list[Term], constant: float, extra_bytes: int) -> None:
         if self.peak is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from megatron_lynx.graph import INPUT, LayerGraph, Storage
-from megatron_lynx.plan import KEEP, LayerPlan, StagePlan, Window
+from megatron_lynx.plan import DEMAND, KEEP, LayerPlan, StagePlan, Window
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.units import format_bytes, format_ns
 
@@ -27,7 +27,8 @@ class Violation:
     collective inside a window), ``late`` (the window comes after the need), ``not-ready`` (what the
     region reads is not at hand), ``overfull`` (``over`` ns beyond the window), ``input`` (the
     layer's input cannot be rebuilt), ``memory`` (``over`` bytes beyond the budget). ``point`` is
-    the window or ``backward LAYER`` where it happens.
+    the window or ``backward LAYER`` (with the region that begins the phase, after the first one)
+    where it happens.
     """
 
     kind: str
@@ -133,6 +134,7 @@ class _Referee:
         self.sizes = {s.name: s.size_bytes for s in self.graph.storages}
         self.saved = {n: [s.producer for s in self.graph.storages if n in s.saved_by] for n in self.regions}
         self.held = {p.layer: self._kept(p) for p in plan.layers}
+        self.whole = {layer: sum(blocks.values()) for layer, blocks in self.held.items()}
         self.flights = {
             layer: count
             for chunk, count in zip(problem.chunks, problem.in_flight, strict=True)
@@ -142,6 +144,9 @@ class _Referee:
         self.expected: set[tuple[int, str]] = set()
         self.leaving: list[tuple[int, str]] = []
         self.parked: dict[int, int] = {}
+        self.gone: set[tuple[int, str]] = set()
+        """What the layer in its backward has released of what its own microbatch kept."""
+        self.releases = {s.name: self.graph.release_phase(s.name) for s in self.graph.storages}
 
     def _kept(self, plan: LayerPlan) -> dict[str, int]:
         gone = plan.dropped
@@ -174,7 +179,7 @@ class _Referee:
         return users | ({"bwd"} if storage.saved_by else set())
 
     def _at_hand(self, layer: int, name: str) -> bool:
-        return name in self.held[layer] or (layer, name) in self.again
+        return (name in self.held[layer] and (layer, name) not in self.gone) or (layer, name) in self.again
 
     def _run_again(self, layer: int, region: str, point: str) -> None:
         """Note what ``region`` reads and makes."""
@@ -209,10 +214,9 @@ class _Referee:
                 self._fault("late", str(window), layer, region)
             work += self.problem.work_ns(region, window)
             self._run_again(layer, region, str(window))
-        excess = max(0, work - capacity)
-        self.notes.exposed_ns += excess
-        if excess and not self.soft:
-            self._fault("overfull", str(window), over=excess)
+        self.notes.exposed_ns += self.problem.excess_ns(window, work)
+        if work > capacity and not self.soft:
+            self._fault("overfull", str(window), over=work - capacity)
         self.notes.steps.append(Step(str(window), 0, work, capacity))
 
     # A layer's backward -------------------------------------------------------------------------
@@ -222,9 +226,16 @@ class _Referee:
         point, before = f"backward {layer}", self.notes.exposed_ns
         if INPUT in self.dropped[layer]:
             self._restore_input(layer, point)
-        slots = list(self.problem.backward_slots)
+        for name in self.dropped[layer]:
+            aimless = not any(self._users(layer, storage) for storage in self.made[name])
+            if aimless and self.plans[layer].choice(name) == DEMAND:
+                self._need(layer, name, point)
+        slots, phase = list(self.problem.backward_slots), 0
         for place in range(len(self.graph.regions) - 1, -1, -1):
             region = self.graph.regions[place].name
+            if region in self.graph.cuts:
+                self._end_phase(layer, phase, point, before)
+                point, before, phase = f"backward {layer} {region}", self.notes.exposed_ns, phase + 1
             for producer in self.saved[region]:
                 self._need(layer, producer, point)
             while slots and slots[0].partition(".")[0] == region:
@@ -232,13 +243,22 @@ class _Referee:
                 self._open(window, due.get(window, ()))
         for name in self.dropped[layer]:
             self._need(layer, name, point)
-        self.notes.steps.append(Step(point, 0, self.notes.exposed_ns - before))
-        self._close(point, layer)
+        self._end_phase(layer, phase, point, before)
         self.flights[layer] -= 1
+        self.gone.clear()
         for key in [k for k in self.again if k[0] == layer]:
-            if "bwd" not in self.again[key]:
-                self._fault("not-ready", point, layer, key[1])
+            self._fault("not-ready", point, layer, key[1])
             del self.again[key]
+
+    def _end_phase(self, layer: int, phase: int, point: str, exposed_before_ns: int) -> None:
+        """Count what is alive, then release what no later phase needs."""
+        self.notes.steps.append(Step(point, 0, self.notes.exposed_ns - exposed_before_ns))
+        self._close(point, layer, phase)
+        over = {name for name, release in self.releases.items() if release <= phase}
+        self.gone = {(layer, name) for name in over & self.held[layer].keys()}
+        for key in [k for k in self.again if k[0] == layer and k[1] in over]:
+            if "bwd" in self.again[key]:
+                del self.again[key]
 
     def _need(self, layer: int, region: str, point: str) -> None:
         """Rebuild ``region`` on demand if it was dropped and is not at hand, after what it reads."""
@@ -279,11 +299,11 @@ class _Referee:
         wanted = set(layers)
         return sum(self.sizes[name] for layer, name in self.again if layer in wanted)
 
-    def _close(self, point: str, layer: int | None = None) -> None:
+    def _close(self, point: str, layer: int | None = None, phase: int = 0) -> None:
         """Count what is alive, then let go what nobody will read."""
         if not self.notes.steps or self.notes.steps[-1].point != point:
             self.notes.steps.append(Step(point, 0))
-        alive = self._alive(layer)
+        alive = self._alive(layer, phase)
         self.notes.steps[-1].alive_bytes = alive
         if alive > self.problem.budget_bytes:
             self._fault("memory", point, over=alive - self.problem.budget_bytes)
@@ -291,16 +311,17 @@ class _Referee:
             self.again.pop(key, None)
         self.leaving = []
 
-    def _alive(self, layer: int | None) -> int:
-        """Bytes alive now; in the backward of ``layer``, other chunks count as they were before."""
+    def _alive(self, layer: int | None, phase: int) -> int:
+        """Bytes alive now; in a phase of the backward of ``layer``, other chunks count as they were
+        before."""
         if layer is None:
-            kept = sum(self.flights[k] * sum(blocks.values()) for k, blocks in self.held.items())
+            kept = sum(self.flights[k] * size for k, size in self.whole.items())
             return kept + self._rebuilt_of(self.plans)
         own = self.problem.chunk_of(layer)
-        total = self.problem.workspace_bytes
+        total = self.problem.workspace(phase) - sum(self.held[k][name] for k, name in self.gone)
         for number, chunk in enumerate(self.problem.chunks):
             for k in chunk:
                 count = self.flights[k] if number == own else self.problem.in_flight[number]
-                total += count * sum(self.held[k].values())
+                total += count * self.whole[k]
             total += self._rebuilt_of(chunk) if number == own else sum(self.parked[k] for k in chunk)
         return total

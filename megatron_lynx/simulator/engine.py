@@ -207,9 +207,9 @@ def iteration_ns(stages: Sequence[SimStage], parallel: Parallel, microbatches: i
 class SimJob:
     """What is to be simulated: a plan for every rank, and what things cost.
 
-    ``graph`` is that of all layers, or one for each rank. ``workspace_bytes`` is what one layer's
-    backward needs besides its saved storages. ``fine`` counts memory by region instead of by layer
-    (see ``ledger``).
+    ``graph`` is that of all layers, or one for each rank. ``workspace_bytes`` is what each phase
+    of a layer's backward needs besides its saved storages. ``fine`` counts memory by region instead of
+    by phase (see ``ledger``).
     """
 
     stages: tuple[StagePlan, ...]
@@ -217,7 +217,7 @@ class SimJob:
     table: CostTable
     parallel: Parallel
     microbatches: int
-    workspace_bytes: int = 0
+    workspace_bytes: tuple[int, ...] = ()
     fine: bool = False
 
 

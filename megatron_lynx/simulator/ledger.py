@@ -3,9 +3,10 @@
 The users of a storage are the backward passes of the regions in ``saved_by`` and the dropped
 regions that read it when they run again. Two ways to count:
 
-- by layer (the planners' way, which a plan's budget is about): what some backward reads, and all
-  that was kept, stays until its layer's backward is over; what was rebuilt only to rebuild more
-  stays until the end of the point (a window, the stall, a layer's backward) of its last user;
+- by phase (the planners' way, which a plan's budget is about): what some backward reads, and all
+  that was kept, stays until the phase of its layer's backward is over that the graph names; what was
+  rebuilt only to rebuild more stays until the end of the point (a window, the stall, a phase of a
+  backward) of its last user;
 - by region (``fine``; what the runtime does): everything stays until its last user is done.
 """
 
@@ -49,6 +50,7 @@ class GraphIndex:
         self.communicates = {region.name: region.communicates for region in graph.regions}
         self.read_by_backward = frozenset(s.name for s in graph.storages if s.saved_by)
         self.size = {storage.name: storage.size_bytes for storage in graph.storages}
+        self.release = {storage.name: graph.release_phase(storage.name) for storage in graph.storages}
         self._patterns: dict[frozenset[str], Pattern] = {}
 
     def pattern(self, dropped: frozenset[str]) -> Pattern:
@@ -100,7 +102,7 @@ class Ledger:
     """The storages of one microbatch in the layers of one chunk, from its forward to its backward.
 
     ``rebuilt`` says, for what was run again, whose the bytes are (``passes.OWNERS``). ``held`` are
-    frees that wait for the end of a layer's backward, ``leaving`` those for the end of a point.
+    frees that wait for the end of a phase of a layer's backward, ``leaving`` those for the end of a point.
     """
 
     def __init__(self, index: GraphIndex, plans: Mapping[int, LayerPlan], fine: bool = False) -> None:
@@ -109,7 +111,7 @@ class Ledger:
         self.uses = {k: dict(pattern.uses) for k, pattern in self.patterns.items()}
         self.present = {k: set(pattern.present) for k, pattern in self.patterns.items()}
         self.rebuilt: dict[tuple[int, str], str] = {}
-        self.held: dict[int, list[Owned]] = {k: [] for k in plans}
+        self.held: dict[int, list[tuple[int, Owned]]] = {k: [] for k in plans}
         self.leaving: list[Owned] = []
 
     def copy(self) -> Ledger:
@@ -165,10 +167,11 @@ class Ledger:
         freed, self.leaving = self.leaving, []
         return freed
 
-    def end_layer(self, layer: int) -> list[Owned]:
-        """The backward of ``layer`` is over: what that frees."""
-        freed, self.held[layer] = self.held[layer] + self.end_point(), []
-        return freed
+    def end_phase(self, layer: int, phase: int) -> list[Owned]:
+        """A phase of the backward of ``layer`` is over: what that frees."""
+        freed = [owned for release, owned in self.held[layer] if release <= phase]
+        self.held[layer] = [entry for entry in self.held[layer] if entry[0] > phase]
+        return freed + self.end_point()
 
     def _used(self, layer: int, storages: tuple[tuple[str, str], ...]) -> list[Owned]:
         uses, present = self.uses[layer], self.present[layer]
@@ -181,5 +184,8 @@ class Ledger:
                 freed.append((owner or KEPT, self.index.size[storage]))
                 if not self.fine:
                     stays = owner is None or storage in self.index.read_by_backward
-                    (self.held[layer] if stays else self.leaving).append(freed.pop())
+                    if stays:
+                        self.held[layer].append((self.index.release[storage], freed.pop()))
+                    else:
+                        self.leaving.append(freed.pop())
         return freed

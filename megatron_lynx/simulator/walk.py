@@ -13,7 +13,8 @@ The rules, window by window:
    demand, with what that needs; a collective inside a rebuild is always exposed.
 4. A dropped region that nobody needs (the end of a layer in Megatron's full recompute) is run when
    its layer's backward begins.
-5. When a storage is freed, ``ledger`` says. While a layer's backward runs, its workspace is held.
+5. When a storage is freed, ``ledger`` says. While a phase of a layer's backward runs, its workspace is
+   held.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class StageWalk:
 
     ``stages`` is the number of ranks; with it the walk knows which chunk holds the embedding or the
     head, and which backward receives its gradient over the pipeline link. ``workspace_bytes`` is
-    held during each layer's backward. ``fine`` counts memory by region instead of by layer;
+    held during each phase of a layer's backward. ``fine`` counts memory by region instead of by phase;
     ``timed_only`` leaves pieces and memory out of the passes.
     """
 
@@ -54,7 +55,7 @@ class StageWalk:
         graph: LayerGraph | GraphIndex,
         table: CostTable,
         stages: int,
-        workspace_bytes: int = 0,
+        workspace_bytes: tuple[int, ...] = (),
         fine: bool = False,
         timed_only: bool = False,
     ) -> None:
@@ -175,12 +176,18 @@ class StageWalk:
 
     def _walk_layer_backward(self, cursor: Cursor, layer: int, ledger: Ledger) -> None:
         index, costs = self.index, self.costs
-        cursor.memory(self.workspace_bytes, kinds.WORKSPACE, layer, "")
+        phase = 0
+        cursor.memory(self._workspace(phase), kinds.WORKSPACE, layer, "")
         for region in index.pattern(self._plans[layer].dropped).aimless:
             choice = self._plans[layer].choice(region)
             if not (isinstance(choice, Window) and choice.kind == "bwd"):
                 self._demand(cursor, layer, region, ledger)
         for region in reversed(index.names):
+            if region in index.graph.cuts:
+                self._free(cursor, ledger.end_phase(layer, phase), layer, "")
+                cursor.memory(-self._workspace(phase), kinds.WORKSPACE, layer, "")
+                phase += 1
+                cursor.memory(self._workspace(phase), kinds.WORKSPACE, layer, "")
             waits, column = costs.collective_ns, region in GATHERS_INPUT
             if f"bwd:{region}" in waits and not column:
                 self._tensor_wait(cursor, layer, region, ledger, cursor.now_ns)
@@ -200,8 +207,11 @@ class StageWalk:
         for region in self._plans[layer].dropped:
             if ledger.is_due(layer, region):
                 self._demand(cursor, layer, region, ledger)
-        self._free(cursor, ledger.end_layer(layer), layer, "")
-        cursor.memory(-self.workspace_bytes, kinds.WORKSPACE, layer, "")
+        self._free(cursor, ledger.end_phase(layer, len(index.graph.cuts)), layer, "")
+        cursor.memory(-self._workspace(phase), kinds.WORKSPACE, layer, "")
+
+    def _workspace(self, phase: int) -> int:
+        return self.workspace_bytes[phase] if phase < len(self.workspace_bytes) else 0
 
     # Windows and rebuilding
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_lynx
-from megatron_lynx.bench import Bench, relabel, stage_problem
+from megatron_lynx.bench import Bench, stage_problem
 from megatron_lynx.cost import LayerCosts
 from megatron_lynx.errors import ConfigError, InfeasibleError, PlanError
 from megatron_lynx.gpt import layer_graph
 from megatron_lynx.job import Job, make_job
-from megatron_lynx.plan import Plan, parse_plan
+from megatron_lynx.plan import Plan, parse_plan, relabel
 from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.rows import Row
 from megatron_lynx.simulator.memory import peak

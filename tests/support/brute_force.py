@@ -93,8 +93,8 @@ def _before(problem: StageProblem) -> int:
 
 
 def _workspace(problem: StageProblem) -> Array:
-    before, backward = _before(problem), len(problem.layers)
-    return np.array([0] * before + [problem.workspace_bytes] * backward, dtype=np.int64)
+    phases = [problem.workspace(phase) for phase in range(problem.phases)]
+    return np.array([0] * _before(problem) + phases * len(problem.layers), dtype=np.int64)
 
 
 def _vectors(problem: StageProblem, layer: int) -> Array:
@@ -120,11 +120,18 @@ def _vectors(problem: StageProblem, layer: int) -> Array:
 
 
 def _sound(problem: StageProblem, layer: int, code: dict[str, Array], rows: int) -> NDArray[np.bool_]:
-    """Rows in which everything is at hand when it is read."""
+    """Rows in which everything is at hand when it is read, and nothing is dropped for nobody."""
     graph, windows = problem.graph, problem.windows()
     demand, place = len(windows), {n: i for i, n in enumerate(graph.names)}
     good = np.ones(rows, dtype=bool)
     for name, codes in code.items():
+        made = graph.produced_by(name)
+        if not any(s.saved_by for s in made):  # nothing is dropped for nobody
+            readers = {r for s in made for r in graph.readers(s.name) if r in code}
+            wanted = np.zeros(rows, dtype=bool)
+            for reader in readers:
+                wanted |= code[reader] != KEEP
+            good &= (codes == KEEP) | wanted
         for source in graph.inputs_of(name):
             if source in code:
                 in_window = (codes != KEEP) & (codes != demand)
@@ -148,32 +155,37 @@ def _sound(problem: StageProblem, layer: int, code: dict[str, Array], rows: int)
 def _memory(problem: StageProblem, layer: int, code: dict[str, Array], rows: int) -> Array:
     """Bytes of one layer at every point."""
     graph, windows = problem.graph, problem.windows()
-    before = _before(problem)
+    before, phases = _before(problem), problem.phases
     order = [k for chunk in reversed(problem.chunks) for k in reversed(chunk)]
-    own = before + order.index(layer)
+    own = before + order.index(layer) * phases
     places, forwards = [], sum(w.kind == "fwd" for w in windows)
     for i, window in enumerate(windows):
         if window.kind == "bwd":
-            places.append(before + order.index(window.layer))
+            part = graph.phase_of(window.slot.partition(".")[0])
+            places.append(before + order.index(window.layer) * phases + part)
         else:
             places.append(i if i < forwards else i + 1)
-    table = np.array([*places, own, own], dtype=np.int64)  # the last entry is for KEEP (-1)
+    made = _made_at(problem, code, rows, np.array([*places, 0, 0], dtype=np.int64), own)
     kept = np.zeros(rows, dtype=np.int64)
+    over = np.zeros((rows, phases), dtype=np.int64)
     carried = np.zeros(rows, dtype=np.int64)
-    points = before + len(order)
+    points = before + len(order) * phases
     rebuilt = np.zeros((rows, points), dtype=np.int64)
     for storage in graph.storages:
+        end = own + graph.release_phase(storage.name)
         dropped = code[storage.producer] != KEEP if storage.producer in code else np.zeros(rows, dtype=bool)
         readers = [r for r in graph.readers(storage.name) if r in code]
         wanted = np.full(rows, bool(storage.saved_by))
-        last = np.full(rows, own if storage.saved_by else -1)
+        last = np.full(rows, end if storage.saved_by else -1)
         for reader in readers:
             wanted |= code[reader] != KEEP
             if not storage.saved_by:
-                last = np.where(code[reader] != KEEP, np.maximum(last, table[code[reader]]), last)
+                last = np.where(code[reader] != KEEP, np.maximum(last, made[reader]), last)
         kept += np.where(~dropped & wanted, storage.size_bytes, 0)
+        for phase in range(end - own + 1, phases):
+            over[:, phase] += np.where(~dropped & wanted, storage.size_bytes, 0)
         if storage.producer in code:
-            first = table[code[storage.producer]]
+            first = made[storage.producer]
             held = dropped & wanted
             for point in range(points):
                 alive = held & (first <= point) & (point <= last)
@@ -183,13 +195,34 @@ def _memory(problem: StageProblem, layer: int, code: dict[str, Array], rows: int
     flights = problem.in_flight[chunk]
     memory = np.zeros((rows, points), dtype=np.int64)
     for point in range(points):
-        at = order[point - before] if point >= before else None
+        at = order[(point - before) // phases] if point >= before else None
         if at is not None and at not in problem.chunks[chunk]:
             memory[:, point] = flights * kept + carried
         else:
-            gone = at is not None and point > own
+            gone = at is not None and point >= own + phases
             memory[:, point] = (flights - gone) * kept + rebuilt[:, point]
+            if at == layer:
+                memory[:, point] -= over[:, point - own]
     return memory
+
+
+def _made_at(
+    problem: StageProblem, code: dict[str, Array], rows: int, table: Array, own: int
+) -> dict[str, Array]:
+    """The point at which each dropped region runs again; ``table`` has those of windows."""
+    graph, demand, found = problem.graph, len(problem.windows()), dict[str, Array]()
+    never = own + problem.phases
+    for name in reversed(list(code)):
+        saved = [r for s in graph.produced_by(name) for r in s.saved_by]
+        first = np.full(rows, own + min((graph.phase_of(r) for r in saved), default=problem.phases))
+        for storage in graph.produced_by(name):
+            for reader in graph.readers(storage.name):
+                if reader in code:
+                    asks = np.where(code[reader] == demand, found[reader], never)
+                    first = np.minimum(first, asks)
+        first = np.where(first == never, own, first)
+        found[name] = np.where(code[name] == demand, first, table[code[name]])
+    return found
 
 
 def _unbeaten(vectors: Array) -> Array:

@@ -41,7 +41,9 @@ def graphs(draw: st.DrawFn, most_regions: int = 10) -> LayerGraph:
                     saved_by=tuple(sorted(savers, key=names.index)),
                 )
             )
-    return LayerGraph(regions=tuple(regions), storages=tuple(storages))
+    cuts = draw(st.lists(st.sampled_from(names[1:]), max_size=2, unique=True))
+    cuts.sort(key=names.index, reverse=True)
+    return LayerGraph(regions=tuple(regions), storages=tuple(storages), cuts=tuple(cuts))
 
 
 @st.composite
@@ -78,12 +80,12 @@ def stage_problems(
         has_forward_windows=draw(st.booleans()),
         stall_ns=draw(st.sampled_from([0, 0, 15, 40])),
         head_ns=draw(st.sampled_from([0, 0, 25])),
-        workspace_bytes=draw(st.integers(0, 10)),
+        workspace_bytes=tuple(draw(st.integers(0, 10)) for _ in range(3)),
     )
     problem = _limited(problem, most_plans)
     kept = graph.kept_bytes() * sum(n * len(c) for n, c in zip(problem.in_flight, chunks, strict=True))
     share = draw(st.floats(0.2, 1.05))
-    return replace(problem, budget_bytes=int(kept * share) + problem.workspace_bytes)
+    return replace(problem, budget_bytes=int(kept * share) + max(problem.workspace_bytes))
 
 
 def _limited(problem: StageProblem, most_plans: int) -> StageProblem:

@@ -64,7 +64,7 @@ def toy_problem(
         budget_bytes=budget_bytes,
         forward_slots=("proj", "mlp"),
         backward_slots=("mlp", "gemm"),
-        workspace_bytes=20,
+        workspace_bytes=(20,),
     )
 
 

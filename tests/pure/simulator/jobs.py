@@ -93,7 +93,7 @@ def job_of(
     *,
     counts: Sequence[int] | None = None,
     table: CostTable | None = None,
-    workspace: int = 0,
+    workspace: tuple[int, ...] = (),
 ) -> SimJob:
     """A job with one policy for all layers, two layers in each virtual stage unless told."""
     counts = counts or [2] * (parallel.pp * parallel.vpp)
@@ -197,6 +197,6 @@ def wild_jobs(draw: st.DrawFn) -> SimJob:
         table=table,
         parallel=parallel,
         microbatches=microbatches,
-        workspace_bytes=draw(st.sampled_from([0, 1000])),
+        workspace_bytes=draw(st.sampled_from([(), (1000, 300, 2000)])),
         fine=draw(st.booleans()),
     )

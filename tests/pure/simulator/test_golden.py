@@ -29,7 +29,7 @@ MIXED = {
 JOBS: dict[str, SimJob] = {
     "none_pp4_m6": job_of(FOUR, 6, table=table_of(FOUR, p2p=10)),
     "full_pp2_m3": job_of(TWO, 3, dict.fromkeys(FORWARD, "demand")),
-    "mixed_pp2_m4": job_of(TWO, 4, MIXED, table=table_of(TWO, p2p=10, contention=1.25), workspace=500),
+    "mixed_pp2_m4": job_of(TWO, 4, MIXED, table=table_of(TWO, p2p=10, contention=1.25), workspace=(500, 800)),
     "mixed_pp1_m2": job_of(Parallel(tp=2), 2, MIXED),
     "mixed_pp2_vpp2_m4": job_of(
         Parallel(tp=2, pp=2, vpp=2), 4, MIXED, table=table_of(Parallel(tp=2, pp=2, vpp=2), p2p=10)

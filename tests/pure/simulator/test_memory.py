@@ -86,7 +86,8 @@ def planning(draw: st.DrawFn) -> tuple[SimJob, int, int, bool]:
     m = draw(st.integers(1, 9)) if parallel.vpp == 1 else parallel.pp * draw(st.integers(1, 3))
     counts = draw(st.lists(st.integers(1, 3), min_size=parallel.pp, max_size=parallel.pp)) * parallel.vpp
     table = table_of(parallel, wait=draw(st.integers(0, 120)), p2p=draw(st.integers(0, 50)))
-    job = job_of(parallel, m, counts=counts, table=table, workspace=draw(st.sampled_from([0, 5000])))
+    workspace = draw(st.sampled_from([(), (5000, 9000, 100)]))
+    job = job_of(parallel, m, counts=counts, table=table, workspace=workspace)
     whole = graph_of(parallel).kept_bytes() * max(counts) * parallel.pp
     budget = whole * draw(st.sampled_from([40, 60, 80, 100, 130])) // 100 + 5000
     return job, budget, draw(st.sampled_from([0, 30, 90])), draw(st.booleans())
@@ -122,7 +123,7 @@ def test_the_two_referees_agree_to_the_byte(planner: str) -> None:
 def test_every_baseline_is_counted_alike(planner: str) -> None:
     """The same, with room for everything, so that no planner is left out by chance."""
     for parallel in (Parallel(tp=2, pp=3), Parallel(tp=2, pp=2, sequence_parallel=True), Parallel()):
-        job = job_of(parallel, 6, counts=[4, 3, 3][: parallel.pp], workspace=1234)
+        job = job_of(parallel, 6, counts=[4, 3, 3][: parallel.pp], workspace=(1234, 700, 900))
         planned, peaks = _planned(job, planner, 1 << 50, 40, False)
         timeline = simulate(planned)
         for stage, verified in enumerate(peaks):
