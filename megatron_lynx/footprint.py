@@ -7,9 +7,11 @@ optimizer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from megatron_lynx.estimate import padded_vocabulary
+from megatron_lynx.graph import LayerGraph
 from megatron_lynx.hardware import Cluster
 from megatron_lynx.spec import Batch, Model, Parallel
 
@@ -170,6 +172,26 @@ def workspace_bytes(model: Model, parallel: Parallel, batch: Batch) -> tuple[int
     if model.attention == "unfused":
         attention += 2 * batch.seq_length * tokens * heads * e
     return hidden + mlp, hidden + max(fc1, attention), hidden + qkv
+
+
+def phase_workspaces(graph: LayerGraph, backward: Mapping[str, int]) -> tuple[int, ...]:
+    """What each phase needs beyond what is saved when it begins, from the regions' working sets.
+
+    A region that runs late in its phase may use what those before it have left.
+    """
+    place = {name: i for i, name in enumerate(graph.names)}
+    found = [0] * (len(graph.cuts) + 1)
+    for region, size in backward.items():
+        phase = graph.phase_of(region)
+        left = sum(
+            s.size_bytes
+            for s in graph.storages
+            if s.saved_by
+            and graph.release_phase(s.name) == phase
+            and all(place[reader] > place[region] for reader in s.saved_by)
+        )
+        found[phase] = max(found[phase], size - left)
+    return tuple(found)
 
 
 def step_ns(

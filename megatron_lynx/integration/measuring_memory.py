@@ -15,6 +15,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_lynx.cost import CostTable
+from megatron_lynx.footprint import phase_workspaces
 from megatron_lynx.gpt import layer_graph
 from megatron_lynx.graph import INPUT, LayerGraph
 from megatron_lynx.integration.binding import bind, transformer_layers
@@ -124,26 +125,6 @@ def with_workspaces(table: CostTable, sets: Mapping[str, Mapping[str, int]], gra
     everyone = [own] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, own)
     return replace(table, workspace_bytes=tuple(map(max, zip(*everyone, strict=True))))
-
-
-def phase_workspaces(graph: LayerGraph, backward: Mapping[str, int]) -> tuple[int, ...]:
-    """What each phase needs beyond what is saved when it begins, from the regions' working sets.
-
-    A region that runs late in its phase may use what those before it have left.
-    """
-    place = {name: i for i, name in enumerate(graph.names)}
-    found = [0] * (len(graph.cuts) + 1)
-    for region, size in backward.items():
-        phase = graph.phase_of(region)
-        left = sum(
-            s.size_bytes
-            for s in graph.storages
-            if s.saved_by
-            and graph.release_phase(s.name) == phase
-            and all(place[reader] > place[region] for reader in s.saved_by)
-        )
-        found[phase] = max(found[phase], size - left)
-    return tuple(found)
 
 
 def _beyond(peaks: Mapping[str, int], graph: LayerGraph, saved: Any) -> dict[str, int]:

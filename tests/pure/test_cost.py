@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,20 @@ from hypothesis import strategies as st
 from megatron_lynx.cost import CostTable, LayerCosts
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import dgrad_work, estimate_costs, forward_work, padded_vocabulary, wgrad_work
-from megatron_lynx.footprint import footprint, layer_parameters, stage_parameters, step_ns, total_parameters
+from megatron_lynx.footprint import (
+    footprint,
+    layer_parameters,
+    phase_workspaces,
+    stage_parameters,
+    step_ns,
+    total_parameters,
+)
 from megatron_lynx.gpt import backward_slots, forward_slots, layer_graph
+from megatron_lynx.graph import LayerGraph
 from megatron_lynx.plan import Window
 from megatron_lynx.presets import load_cluster, load_model, preset_names
 from megatron_lynx.spec import Batch, Model, Parallel
+from tests.support.toy import toy_graph
 
 TOY, A100 = load_cluster("toy"), load_cluster("a100-80g-nvlink")
 COSTS = LayerCosts(
@@ -246,3 +256,35 @@ def test_a_step_reduces_gradients_and_runs_adam() -> None:
     assert pair == 30 * 10**6 + 40 * 10**6  # 4 GB * 2 * 1/2 at 100 GB/s
     shared = step_ns(10**9, Parallel(dp=2), TOY, distributed_optimizer=True)
     assert shared == 15 * 10**6 + 20 * 10**6 + 10 * 10**6
+
+
+def test_workspaces_use_what_a_phase_has_let_go() -> None:
+    graph = toy_graph()
+    assert phase_workspaces(graph, {"mlp": 7, "attn": 50, "norm": 3}) == (50 - 10 - 5 - 10,)
+    cut = LayerGraph(regions=graph.regions, storages=graph.storages, cuts=("attn",))
+    # mlp, add and proj run before the cut: attention begins with nothing of its own gone
+    assert phase_workspaces(cut, {"mlp": 7, "attn": 50, "norm": 3}) == (7, 50)
+    # ... and the norm has attention's 40 bytes and the GEMM's 10 to use
+    assert phase_workspaces(cut, {"norm": 60}) == (0, 60 - 40 - 10)
+
+
+def test_a_table_with_other_times() -> None:
+    table = CostTable(layer=COSTS, p2p_ns=4, head_window_ns=6, workspace_bytes=(1, 2))
+    assert table.with_times({"p2p_ns": 9}).p2p_ns == 9
+    assert table.with_times({"p2p_ns": 9}).head_window_ns == 6
+    with pytest.raises(KeyError):
+        table.with_times({"graph": 1})
+    slower = replace(COSTS, forward_ns={"linear_qkv": 200, "linear_fc1": 201}, contention=2.5)
+    mean = table.averaged(CostTable(layer=slower, p2p_ns=8, workspace_bytes=(5, 5)))
+    assert mean.layer.forward_ns == {"linear_qkv": 150, "linear_fc1": 200}
+    assert (mean.layer.contention, mean.p2p_ns, mean.head_window_ns) == (2.0, 6, 3)
+    assert mean.workspace_bytes == (1, 2)
+    assert CostTable.from_json(mean.to_json()) == mean
+
+
+@pytest.mark.parametrize("sizes", ["[1.5]", '["1"]', "[-1]", "[true]"])
+def test_workspaces_are_whole_bytes(sizes: str) -> None:
+    text = CostTable(layer=COSTS, workspace_bytes=(77,)).to_json().replace("[\n  77\n ]", sizes)
+    assert sizes in text
+    with pytest.raises(ConfigError, match="workspace_bytes"):
+        CostTable.from_json(text)

@@ -115,6 +115,31 @@ def test_a_graph_that_cannot_be_is_refused(
         LayerGraph(regions=regions, storages=storages)
 
 
+def test_cuts_are_regions_in_backward_order() -> None:
+    regions = (Region(name="a"), Region(name="b"))
+    LayerGraph(regions=regions, storages=(), cuts=("b", "a"))
+    for cuts in (("a", "b"), ("a", "a"), ("c",)):
+        with pytest.raises(ValueError):
+            LayerGraph(regions=regions, storages=(), cuts=cuts)
+
+
+def test_phases_of_a_layers_backward() -> None:
+    graph = layer_graph(gpt(), Parallel(tp=2), BATCH)
+    phases = [graph.phase_of(name) for name in reversed(graph.names)]
+    assert phases == sorted(phases)
+    at = ("activation", "linear_fc1", "qkv_split", "linear_qkv")
+    assert [graph.phase_of(name) for name in at] == [0, 1, 1, 2]
+    # The MLP's own are gone when attention's backward begins, attention's when that of the QKV linear does.
+    released = {s.name: graph.release_phase(s.name) for s in graph.storages}
+    assert released["activation.out"] == released["mlp_dropout.mask"] == 0
+    assert released["pre_mlp_layernorm.out"] == released["core_attention.out"] == 1
+    assert released["input"] == released["input_layernorm.out"] == 2
+    # linear_proj's output, which no backward reads, may be wanted until self_attn_bda has run again.
+    assert graph.first_need("linear_proj") is None
+    assert graph.latest_phase("linear_proj") == graph.latest_phase("self_attn_bda") == 1
+    assert graph.latest_phase("mlp_bda") == 0
+
+
 def test_the_fingerprint_follows_sizes() -> None:
     one = layer_graph(gpt(), Parallel(), BATCH).fingerprint()
     assert one == layer_graph(gpt(num_layers=8, name="other"), Parallel(), BATCH).fingerprint()

@@ -236,6 +236,17 @@ def test_the_smallest_budget_fits_and_less_does_not(planner: str) -> None:
         plan_job(job(memory=error.needed_bytes - 200_000), planner)
 
 
+def test_inputs_are_dropped_where_nothing_else_fits() -> None:
+    deep = job(tp=4, pp=1, layers=32)
+    with pytest.raises(InfeasibleError) as caught:
+        plan_job(replace(deep, memory_bytes=3 * GIB), "full-uniform")
+    tight = replace(deep, memory_bytes=caught.value.needed_bytes)
+    with pytest.raises(InfeasibleError):
+        plan_job(tight, "heu")
+    plan = plan_job(tight, "opt", time_limit_s=6.0).plan
+    assert any("input" in layer.dropped for layer in plan.stages[0].layers)
+
+
 def test_the_smallest_budget_of_any_split_fits() -> None:
     with pytest.raises(InfeasibleError, match="layers a stage") as caught:
         plan_job(job(memory=3 * GIB), "heu", "search")

@@ -34,14 +34,15 @@ def droppable(graph: LayerGraph) -> list[str]:
     return [n for n in graph.names if n != INPUT and graph.produced_by(n)]
 
 
-def options(problem: StageProblem, layer: int, region: str) -> list[int]:
-    """The codes that a region may have on its own."""
+def options(problem: StageProblem, layer: int, region: str, soft: bool = False) -> list[int]:
+    """The codes that a region may have on its own; ``soft`` lets it overrun a window."""
     windows = problem.windows()
     codes = [KEEP, len(windows)]
     if problem.graph.region(region).communicates:
         return codes
     for i, window in enumerate(windows):
-        fits = problem.work_ns(region, window) <= problem.capacity_ns(window)
+        capacity = problem.capacity_ns(window)
+        fits = (soft and capacity > 0) or problem.work_ns(region, window) <= capacity
         if fits and _in_time(problem, window, layer, region):
             codes.append(i)
     return codes
@@ -63,25 +64,30 @@ def _in_time(problem: StageProblem, window: Window, layer: int, region: str) -> 
     return window.layer == layer and max(saved, default=-1) < names.index(window.slot.split(".")[0])
 
 
-def count(problem: StageProblem) -> int:
+def count(problem: StageProblem, soft: bool = False) -> int:
     """How many assignments the layer with most of them has."""
     numbers = [
-        int(np.prod([len(options(problem, layer, r)) for r in droppable(problem.graph)], dtype=object))
+        int(np.prod([len(options(problem, layer, r, soft)) for r in droppable(problem.graph)], dtype=object))
         for layer in problem.layers
     ]
     return max(numbers, default=1)
 
 
-def best(problem: StageProblem) -> Best:
+def best(problem: StageProblem, soft: bool = False) -> Best:
     """Look at every plan of the stage."""
-    layers = [_vectors(problem, layer) for layer in problem.layers]
+    layers = [_vectors(problem, layer, soft) for layer in problem.layers]
     capacities = np.array([problem.capacity_ns(w) for w in problem.windows()], dtype=np.int64)
     width = len(capacities)
     extra = np.concatenate([np.zeros(1 + width, dtype=np.int64), _workspace(problem)])
     total = extra[None, :]
     for vectors in layers:
         total = (total[:, None, :] + vectors[None, :, :]).reshape(-1, len(extra))
-        total = _unbeaten(total[(total[:, 1 : 1 + width] <= capacities).all(axis=1)])
+        within = (total[:, 1 : 1 + width] <= capacities).all(axis=1)
+        total = _unbeaten(total if soft else total[within])
+    for i, window in enumerate(problem.windows()):
+        over = np.maximum(total[:, 1 + i] - capacities[i], 0)
+        slowed = 1.0 if window.kind == "stall" else problem.costs.contention
+        total[:, 0] += np.ceil(over / slowed).astype(np.int64)
     peaks = total[:, 1 + width :].max(axis=1)
     fitting = total[peaks <= problem.budget_bytes]
     return Best(int(fitting[:, 0].min()) if len(fitting) else None, int(peaks.min()))
@@ -97,11 +103,11 @@ def _workspace(problem: StageProblem) -> Array:
     return np.array([0] * _before(problem) + phases * len(problem.layers), dtype=np.int64)
 
 
-def _vectors(problem: StageProblem, layer: int) -> Array:
+def _vectors(problem: StageProblem, layer: int, soft: bool) -> Array:
     """One layer's rows that break no rule, as (exposed, loads, bytes at points)."""
     graph, windows = problem.graph, problem.windows()
     names = droppable(graph)
-    grid = np.meshgrid(*[options(problem, layer, r) for r in names], indexing="ij")
+    grid = np.meshgrid(*[options(problem, layer, r, soft) for r in names], indexing="ij")
     code = {n: g.reshape(-1).astype(np.int64) for n, g in zip(names, grid, strict=True)}
     if not names:
         code = {}

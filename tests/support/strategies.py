@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from megatron_lynx.cost import LayerCosts
@@ -48,10 +49,15 @@ def graphs(draw: st.DrawFn, most_regions: int = 10) -> LayerGraph:
 
 @st.composite
 def stage_problems(
-    draw: st.DrawFn, most_regions: int = 10, most_layers: int = 2, most_plans: int = 1500
+    draw: st.DrawFn,
+    most_regions: int = 10,
+    most_layers: int = 2,
+    most_plans: int = 1500,
+    soft: bool = False,
 ) -> StageProblem:
     """A stage whose layers have at most ``most_plans`` plans each; its budget lies anywhere from
-    just too small to ample. All windows of one kind have one length, as in a real stage."""
+    just too small to ample. All windows of one kind have one length, as in a real stage. ``soft``: so few
+    plans also where windows may be overrun."""
     graph = draw(graphs(most_regions))
     names = list(graph.names[1:])
     forward = draw(st.lists(st.sampled_from(names), max_size=2, unique=True))
@@ -82,6 +88,8 @@ def stage_problems(
         head_ns=draw(st.sampled_from([0, 0, 25])),
         workspace_bytes=tuple(draw(st.integers(0, 10)) for _ in range(3)),
     )
+    if soft:
+        assume(brute_force.count(problem, soft=True) <= most_plans)
     problem = _limited(problem, most_plans)
     kept = graph.kept_bytes() * sum(n * len(c) for n, c in zip(problem.in_flight, chunks, strict=True))
     share = draw(st.floats(0.2, 1.05))

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.plan import LayerPlan, StagePlan, parse_choice
 from megatron_lynx.planner import PLANNERS, SolveOptions, StageProblem, plan, verify
+from megatron_lynx.planner.price import Pricer
 from megatron_lynx.planner.verify import timeline, walk
 from tests.support.strategies import stage_problems
 from tests.support.toy import toy_problem, with_budget
@@ -83,6 +84,34 @@ def test_soft_windows_may_be_overrun_at_a_price() -> None:
     result = walk(problem, stage, soft=True)
     assert result.violations == []
     assert result.exposed_ns == 5
+
+
+def test_what_overruns_a_window_goes_on_at_full_speed() -> None:
+    problem = toy_problem()
+    problem = replace(problem, costs=replace(problem.costs, contention=1.5))
+    stage = planned(problem, "norm=fwd:0:proj attn=fwd:0:proj", "")
+    # 15 + 38 of 30 ns: 23 are left, which took 1.5 times as long only beside the collective
+    assert walk(problem, stage, soft=True).exposed_ns == 16
+    assert Pricer(problem).price(stage).exposed_ns == 16
+    assert Pricer(problem).price(stage).hidden_ns == 30
+
+
+def test_memory_goes_phase_by_phase() -> None:
+    problem = toy_problem(in_flight=3)
+    graph = replace(problem.graph, cuts=("proj", "norm"))
+    problem = replace(problem, graph=graph, workspace_bytes=(20, 7, 1))
+    whole = graph.kept_bytes()
+    alive = {s.point: s.alive_bytes for s in walk(problem, planned(problem, "", "")).steps}
+    assert alive["backward 1"] == 6 * whole + 20
+    assert alive["backward 1 proj"] == 6 * whole - 10 - 5 + 7  # add.out and mask.out are gone
+    assert alive["backward 1 norm"] == 6 * whole - 15 - 40 - 10 - 10 + 1  # attention's, and norm.out
+    assert alive["backward 0"] == 5 * whole + 20
+    again = {
+        s.point: s.alive_bytes for s in walk(problem, planned(problem, "", "gemm=demand attn=demand")).steps
+    }
+    kept = 6 * whole - 3 * 50
+    assert again["backward 1"] == kept + 20  # nothing before the cut needs attention
+    assert again["backward 1 proj"] == kept - 15 + 50 + 30 + 7
 
 
 def test_memory_is_counted_at_every_point() -> None:
