@@ -56,16 +56,16 @@ class _Index:
     storage: dict[str, Storage]
     made: dict[str, tuple[Storage, ...]]
     readers: dict[str, tuple[str, ...]]
+    phase: dict[str, int]
+    need: dict[str, int | None]
+    latest: dict[str, int]
+    release: dict[str, int]
 
     @classmethod
-    def of(
-        cls,
-        regions: tuple[Region, ...],
-        storages: tuple[Storage, ...],
-        place: dict[str, int],
-        storage: dict[str, Storage],
-    ) -> _Index:
+    def of(cls, regions: tuple[Region, ...], storages: tuple[Storage, ...], cuts: tuple[str, ...]) -> _Index:
         """The index of a graph's parts."""
+        place = {region.name: i for i, region in enumerate(regions)}
+        phase = {name: sum(place[name] <= place[cut] for cut in cuts) for name in place}
         made: dict[str, tuple[Storage, ...]] = {}
         readers: dict[str, tuple[str, ...]] = {}
         for one in storages:
@@ -73,7 +73,19 @@ class _Index:
         for region in regions:
             for read in region.reads:
                 readers[read] = (*readers.get(read, ()), region.name)
-        return cls(place, storage, made, readers)
+        need: dict[str, int | None] = {}
+        latest: dict[str, int] = {}
+        release: dict[str, int] = {}
+        for name in reversed(place):
+            asking = [phase[r] for one in made.get(name, ()) for r in one.saved_by]
+            need[name] = min(asking, default=None)
+            again = [latest[r] for one in made.get(name, ()) for r in readers.get(one.name, ())]
+            latest[name] = min(asking) if asking else max(again, default=0)
+            for one in made.get(name, ()):
+                last = [phase[r] for r in one.saved_by] + [latest[r] for r in readers.get(one.name, ())]
+                release[one.name] = max(last, default=0)
+        storage = {one.name: one for one in storages}
+        return cls(place, storage, made, readers, phase, need, latest, release)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +112,6 @@ class LayerGraph:
         order = {region.name: i for i, region in enumerate(self.regions)}
         made = {storage.name: storage for storage in self.storages}
         object.__setattr__(self, "names", tuple(order))
-        object.__setattr__(self, "_index", _Index.of(self.regions, self.storages, order, made))
         if len(order) != len(self.regions) or len(made) != len(self.storages):
             raise ValueError("a region or storage name stands twice in the graph")
         for storage in self.storages:
@@ -114,6 +125,7 @@ class LayerGraph:
         places = [order.get(cut, -1) for cut in self.cuts]
         if any(place < 0 for place in places) or any(a <= b for a, b in pairwise(places)):
             raise ValueError(f"cuts {self.cuts} are not regions in backward order")
+        object.__setattr__(self, "_index", _Index.of(self.regions, self.storages, self.cuts))
 
     def region(self, name: str) -> Region:
         """The region called ``name``; ``KeyError`` if there is none."""
@@ -143,27 +155,21 @@ class LayerGraph:
 
     def phase_of(self, region: str) -> int:
         """The phase of a layer's backward in which ``region``'s own backward runs, from 0."""
-        place = self._index.place
-        return sum(place[region] <= place[cut] for cut in self.cuts)
+        return self._index.phase[region]
 
     def first_need(self, region: str) -> int | None:
         """The first phase in which some backward reads what ``region`` makes; None if none does."""
-        return min((self.phase_of(r) for s in self.produced_by(region) for r in s.saved_by), default=None)
+        return self._index.need[region]
 
     def latest_phase(self, region: str) -> int:
         """The phase by whose end ``region`` has run again, whatever else is dropped: that of its
         first need, or if no backward reads what it makes, that of the regions which do."""
-        need = self.first_need(region)
-        if need is not None:
-            return need
-        readers = {r for s in self.produced_by(region) for r in self.readers(s.name)}
-        return max((self.latest_phase(reader) for reader in readers), default=0)
+        return self._index.latest[region]
 
     def release_phase(self, storage: str) -> int:
         """The phase with whose end ``storage`` goes: when no backward and no region that may have to
         run again reads it any more."""
-        saved = [self.phase_of(region) for region in self.storage(storage).saved_by]
-        return max([*saved, *(self.latest_phase(reader) for reader in self.readers(storage))], default=0)
+        return self._index.release[storage]
 
     def is_kept(self, storage: Storage, dropped: frozenset[str]) -> bool:
         """Whether ``storage`` stays in memory from forward to backward when ``dropped`` are.
