@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "plan": BASE | {"graph", "schedule", "spec"},
     "cost": BASE | {"graph", "hardware", "plan", "gpt"},
     "estimate": BASE | {"cost", "gpt", "graph", "hardware", "spec"},
-    "footprint": BASE | {"estimate", "hardware", "spec"},
+    "footprint": BASE | {"estimate", "graph", "hardware", "spec"},
     "job": NOUNS - {"presets", "rows"},
     "rows": BASE | {"job"},
     "planner": NOUNS,

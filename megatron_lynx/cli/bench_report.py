@@ -183,8 +183,8 @@ def _capacity(case: Case) -> list[str]:
     if not windows:
         return []
     return [
-        f"- The windows of one layer's backward hold {sum(windows) / 1e6:.0f} ms of work. To run again all of "
-        f"it that needs no collective takes {work:.0f} ms, or {slowed:.0f} ms beside a collective."
+        f"- The windows of one layer's backward hold {sum(windows) / 1e6:.0f} ms of work. To run again all "
+        f"of it that needs no collective takes {work:.0f} ms, or {slowed:.0f} ms beside a collective."
     ]
 
 
