@@ -123,5 +123,10 @@ def selective(problem: StageProblem, options: SolveOptions) -> Answer:
 
 def tail_free(problem: StageProblem, options: SolveOptions) -> Answer:
     """Full recomputation that stops at the last storage a backward reads."""
+    return Answer(plan=everything_on_demand(problem), status="fixed")
+
+
+def everything_on_demand(problem: StageProblem) -> StagePlan:
+    """Drop all that some backward reads, but the inputs of layers."""
     again: dict[str, Choice] = dict.fromkeys(candidates(problem.graph), "demand")
-    return Answer(plan=stage_plan(problem, dict.fromkeys(problem.layers, again)), status="fixed")
+    return stage_plan(problem, dict.fromkeys(problem.layers, again))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.plan import StagePlan, Window
-from megatron_lynx.planner.baselines import infeasible
+from megatron_lynx.planner.baselines import everything_on_demand, infeasible
 from megatron_lynx.planner.block import tidy
 from megatron_lynx.planner.bound import PooledModel
 from megatron_lynx.planner.greedy import windows
@@ -85,7 +85,7 @@ def _search(problem: StageProblem, options: SolveOptions, *, budget: bool, near_
     """Bound, near plan, then all windows; least time with ``budget``, else the lowest peak."""
     begun, pricer = time.monotonic(), Pricer(problem)
     best = _Found(None, math.inf, 0.0)
-    for plan in _quick(problem, options) if budget else ():
+    for plan in _quick(problem, options) if budget else [everything_on_demand(problem)]:
         best = _better(best, plan, pricer, budget)
     if best.value == 0:
         return best

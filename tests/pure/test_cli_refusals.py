@@ -32,7 +32,7 @@ NONSENSE: list[tuple[list[str], tuple[str, ...]]] = [
     (["plan", *SMALL, "--run", "none"], ("--run 'none'", "gpt-7b-pcie")),
     (["plan", *SMALL, "--from-args", "/none"], ("--from-args '/none'", "launch script works")),
     (["plan", *SMALL, "--global-batch-size", "3", "--dp", "2"], ("--global-batch-size 3", "4 works")),
-    (["plan", *TIGHT, "--budget", "3GiB"], ("stage 3", "--budget", "GiB would fit")),
+    (["plan", *TIGHT, "--budget", "3GiB"], ("stage 0", "--budget", "GiB would fit")),
     (["plan", *SMALL, "--output", "/none/plan.txt"], ("--output '/none/plan.txt'", "works")),
     (["plan", *SMALL, "--time-limit", "40"], ("--time-limit '40'", "1.5ms")),
     (["plan"], ("--model", "gpt-7b")),
