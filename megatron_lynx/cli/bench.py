@@ -41,10 +41,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--local", action="store_true", help="both ranks on this host, over the loopback (no root needed)"
     )
     parser.add_argument(
-        "--links", default="1gbit,400mbit", metavar="RATES", help="cable rates; `none` is no limit"
+        "--links", default="1gbit,400mbit,none", metavar="RATES", help="cable rates; `none` is no limit"
     )
     parser.add_argument("--cases", default="tp2,pp2", metavar="NAMES", help=f"some of {','.join(CASES)}")
-    parser.add_argument("--minutes", type=float, default=15.0, metavar="N", help="for everything together")
+    parser.add_argument("--minutes", type=float, default=25.0, metavar="N", help="for everything together")
     parser.add_argument("--rounds", type=whole, metavar="N", help="steps of each method, instead of a time")
     parser.add_argument("--budgets", metavar="LIST", help="such as 10%%+,60%% (of none; + is above full)")
     parser.add_argument("--planner", default="opt", help="who makes lynx's plans (default: opt)")
@@ -212,7 +212,8 @@ def _device(gpu: bool) -> dict[str, str]:
 
 
 _KEEP_FREED_PAGES = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TOP_PAD_": str(1 << 28),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }

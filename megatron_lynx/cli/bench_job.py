@@ -34,7 +34,7 @@ CASES = {
         micro_batch_size=2,
         microbatches=1,
         stock=("full", "block", "selective", "mlp", "core_attn+mlp"),
-        budgets="10%+,40%,60%",
+        budgets="10%+,60%",
     ),
     "pp2": BenchJob(
         tp=1,

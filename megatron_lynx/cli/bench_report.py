@@ -100,7 +100,7 @@ as a caching allocator would (`MALLOC_*`, `GLIBC_TUNABLES`); all methods run und
 - *quartiles*: of the step time; *peak*: activations and temporaries of forward and backward passes, by a
   meter that sees every storage, the same for all methods, the fuller rank's.
 - *budget*: the peak that a lynx plan was made for. Where the meter saw more, or much less, the plan was
-  made again for a corrected budget, at most twice.
+  made again for a corrected budget, at most three times.
 - *rebuilt*: storages in windows of collectives, in pipeline stalls, and on demand, over both ranks.
 - *hidden by plan*: the share of recomputation time that the simulator says windows and stalls hide. *By
   clock*: 1 - (lynx - none) / (windows off - none).

@@ -38,10 +38,10 @@ from megatron_lynx.profiler.meter import StorageMeter
 from megatron_lynx.workflow import plan_job
 
 SCHEMA = 1
-FITTINGS = 2
+FITTINGS = 3
 """How often a plan is made anew when the meter disagrees with the budget by more than ``CLOSE``."""
 CLOSE = 0.01
-PLANNING_S = 18.0
+PLANNING_S = 12.0
 """What one plan by ``opt`` may take: there is one for each budget and fitting."""
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 15
 
@@ -234,7 +234,7 @@ class InTrainer:
         """A plan whose metered peak is at most ``target``: planned for it, metered, and planned again
         for less (or more) where the meter disagrees. None if nothing fits."""
         budget, best = target, None
-        for _ in range(1 + FITTINGS):
+        for attempt in range(1 + FITTINGS):
             try:
                 plan = self._planned(self._job(self._memory_bytes(budget)), self.request["planner"])
             except InfeasibleError:
@@ -245,7 +245,7 @@ class InTrainer:
                 best = method
             if target * (1 - CLOSE) <= method.peak_bytes <= target:
                 break
-            budget += target - method.peak_bytes
+            budget += (target - method.peak_bytes) * (1 + attempt)
         return best
 
     def _memory_bytes(self, activations: int) -> int:
