@@ -15,6 +15,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 from megatron_lynx.graph import Storage
 from megatron_lynx.plan import DEMAND, Choice
@@ -23,6 +24,7 @@ from megatron_lynx.planner.price import candidates
 from megatron_lynx.planner.problem import StageProblem
 
 Term = tuple[int, float]
+T = TypeVar("T")
 LARGEST_INTEGER = 1 << 27
 """Sums of units up to this are exact in the solver's arithmetic with room to spare."""
 
@@ -324,7 +326,7 @@ def minus(terms: Sequence[Term]) -> list[Term]:
     return [(v, -f) for v, f in terms]
 
 
-def tidy(problem: StageProblem, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+def tidy(problem: StageProblem, choices: Mapping[str, T]) -> dict[str, T]:
     """Keep what was dropped for nothing: regions without a saved storage that nobody reads."""
     made = dict(choices)
     for name in reversed(problem.graph.names):

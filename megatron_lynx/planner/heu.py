@@ -50,9 +50,10 @@ def smallest_budget(problem: StageProblem, options: SolveOptions) -> int:
 def expand(problem: StageProblem, policy: Policy) -> StagePlan:
     """The stage plan of a policy."""
     choices = {}
+    needed = tidy(problem, policy)
     for chunk in problem.chunks:
         for layer in chunk:
-            choices[layer] = tidy(problem, _for_layer(problem, policy, layer, last=layer == chunk[-1]))
+            choices[layer] = _for_layer(problem, needed, layer, last=layer == chunk[-1])
     return stage_plan(problem, choices)
 
 

@@ -140,6 +140,9 @@ class _Referee:
             for chunk, count in zip(problem.chunks, problem.in_flight, strict=True)
             for layer in chunk
         }
+        self.slots: dict[str, list[str]] = {}
+        for slot in problem.backward_slots:
+            self.slots.setdefault(slot.partition(".")[0], []).append(slot)
         self.again: dict[tuple[int, str], set[str]] = {}
         self.expected: set[tuple[int, str]] = set()
         self.leaving: list[tuple[int, str]] = []
@@ -230,7 +233,7 @@ class _Referee:
             aimless = not any(self._users(layer, storage) for storage in self.made[name])
             if aimless and self.plans[layer].choice(name) == DEMAND:
                 self._need(layer, name, point)
-        slots, phase = list(self.problem.backward_slots), 0
+        phase = 0
         for place in range(len(self.graph.regions) - 1, -1, -1):
             region = self.graph.regions[place].name
             if region in self.graph.cuts:
@@ -238,8 +241,8 @@ class _Referee:
                 point, before, phase = f"backward {layer} {region}", self.notes.exposed_ns, phase + 1
             for producer in self.saved[region]:
                 self._need(layer, producer, point)
-            while slots and slots[0].partition(".")[0] == region:
-                window = Window("bwd", layer, slots.pop(0))
+            for slot in self.slots.get(region, ()):
+                window = Window("bwd", layer, slot)
                 self._open(window, due.get(window, ()))
         for name in self.dropped[layer]:
             self._need(layer, name, point)
