@@ -53,33 +53,46 @@ def train_small_gpt(
     ``grad_norms`` and ``gradients`` (one per step; none without ``keep_gradients``) and
     ``parameters`` (name to tensor, after the last step).
     """
-    parallel_state.initialize_model_parallel(tp, pp, vpp)
-    try:
-        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-        config = TransformerConfig(
-            num_layers=LAYERS,
-            hidden_size=32,
-            num_attention_heads=4,
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            virtual_pipeline_model_parallel_size=vpp,
-            sequence_parallel=sequence_parallel,
-            hidden_dropout=dropout,
-            attention_dropout=dropout,
-            bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
-            masked_softmax_fusion=False,
-            bias_dropout_fusion=False,
-            gradient_accumulation_fusion=False,
-            deallocate_pipeline_outputs=pp > 1,
-            **fields,
-        )
-        chunks = _build(config, vpp, rope)
-        with around(chunks) if around else contextlib.nullcontext(lambda schedule: schedule) as wrap:
-            return _train(chunks, config, steps, vpp, seed, wrap, keep_gradients)
-    finally:
+    _initialize(tp, pp, vpp)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=32,
+        num_attention_heads=4,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        sequence_parallel=sequence_parallel,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        deallocate_pipeline_outputs=pp > 1,
+        **fields,
+    )
+    chunks = _build(config, vpp, rope)
+    with around(chunks) if around else contextlib.nullcontext(lambda schedule: schedule) as wrap:
+        return _train(chunks, config, steps, vpp, seed, wrap, keep_gradients)
+
+
+def _initialize(tp: int, pp: int, vpp: int | None) -> None:
+    """Megatron's process groups, made anew only for other sizes: each keeps threads that poll for as
+    long as the process lives, and a thousand of them leave little time for anything else."""
+    sizes = (tp, pp, vpp)
+    if _made and _made[-1] == sizes:
+        return
+    if _made:
         parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, pp, vpp)
+    _made.append(sizes)
+
+
+_made: list[tuple[int, int, int | None]] = []
+"""The sizes that model parallelism had in this process; the last ones are in force."""
 
 
 def _build(config: TransformerConfig, vpp: int | None, rope: bool) -> list[Any]:
