@@ -12,7 +12,7 @@ layer's own backward. Sizes are in a unit that ``Scale`` chooses, times in micro
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -253,17 +253,32 @@ class Block:
         What only passes on is alive as long as some reader is not rebuilt in a window below level
         ``done`` (``level`` unless told).
         """
-        done = level if done is None else done
+        phase, below = level - self.own, self.starts[level if done is None else done]
+
+        def over(reader: str) -> list[Term]:
+            return [*self.before(reader, below), *(self._asked(reader, phase - 1) if phase > 0 else [])]
+
+        return self.rebuilt(phase, scale, lambda name: self._made(name, level), over)
+
+    def rebuilt(
+        self,
+        phase: int,
+        scale: Scale,
+        made: Callable[[str], list[Term]],
+        over: Callable[[str], list[Term]],
+    ) -> list[Term]:
+        """Units rebuilt and alive in ``phase`` of the own backward (below 0: before it), where
+        ``made(r)`` is 1 if r has run again by then, and ``over(r)`` if it did so before."""
         terms: list[Term] = []
         for storage in self.problem.graph.storages:
             if storage.producer not in self.drop:
                 continue
-            size, here = scale.size(storage.size_bytes), self._made(storage.producer, level)
+            size, here = scale.size(storage.size_bytes), made(storage.producer)
             if not here:
                 continue
             if not storage.saved_by:
-                terms += self._passing(storage, here, level, done, size)
-            elif level - self.own <= self.release[storage.name]:
+                terms += self._passing(storage, here, phase, over, size)
+            elif phase <= self.release[storage.name]:
                 terms += [(v, f * size) for v, f in here]
         return terms
 
@@ -275,19 +290,23 @@ class Block:
         here = self.before(name, self.starts[level + 1])
         return here if phase < 0 else [*here, *self._asked(name, phase)]
 
-    def _passing(self, storage: Storage, here: list[Term], level: int, done: int, size: float) -> list[Term]:
-        """A storage that no backward reads: alive until its dropped readers have run."""
-        phase = level - self.own
+    def _passing(
+        self,
+        storage: Storage,
+        here: list[Term],
+        phase: int,
+        over: Callable[[str], list[Term]],
+        size: float,
+    ) -> list[Term]:
+        """A storage that no backward reads: alive until its dropped readers have run, at the latest in
+        the phase by which each must have."""
         readers = [r for r in self.problem.graph.readers(storage.name) if r in self.drop]
         readers = [r for r in readers if phase <= self.latest[r]]
         if not readers:
             return []
         held = self.model.variable(integer=False)
         for reader in readers:
-            over = self.before(reader, self.starts[done])
-            if phase > 0:
-                over = [*over, *self._asked(reader, phase - 1)]
-            terms = [*here, (self.drop[reader], 1.0), *minus(over), (held, -1.0)]
+            terms = [*here, (self.drop[reader], 1.0), *minus(over(reader)), (held, -1.0)]
             self.model.row(terms, at_most=1.0)
         return [(held, size)]
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from typing import cast
 
-from megatron_lynx.graph import Storage
 from megatron_lynx.plan import Choice, StagePlan, Window
 from megatron_lynx.planner.baselines import infeasible
 from megatron_lynx.planner.block import Block, Scale, Slot, Term, minus, tidy
@@ -91,7 +90,7 @@ class _PolicyModel:
         levels = self.before + 2 * self.phases
         self.block = Block(self.model, problem, slots, levels, soft=options.soft)
         self.peak = None if budget else self.model.variable(1.0, upper=math.inf, integer=False)
-        self.asked: dict[tuple[str, int], int] = {}
+        self.asked: dict[tuple[str, int], list[Term]] = {}
         self.again = self._again(budget)
         self._capacities(budget)
         self._memory()
@@ -126,8 +125,7 @@ class _PolicyModel:
         demand."""
         block, lasts = self.block, sum(bool(chunk) for chunk in self.problem.chunks)
         again: dict[str, int] = {}
-        owns = next((j for j, s in enumerate(block.slots) if s.own), len(block.slots))
-        nexts = next((j for j, s in enumerate(block.slots) if s.level >= self.before), len(block.slots))
+        nexts, owns = block.starts[self.before], block.starts[block.own]
         for name in block.names:
             us = budget * self.problem.demand_ns(name) / 1000
             for variable, factor in block.on_demand(name):
@@ -152,8 +150,8 @@ class _PolicyModel:
             rooms[key] = slot.capacity_ns
         for key, terms in loads.items():
             if self.options.soft:
-                slowed = 1.0 if key[0] == "stall" else self.problem.costs.contention
-                excess = self.model.variable(self.count * budget / slowed, upper=math.inf, integer=False)
+                price = self.count * budget / self.problem.slowdown(key[0])
+                excess = self.model.variable(price, upper=math.inf, integer=False)
                 terms = [*terms, (excess, -1.0)]
             if terms:
                 self.model.row(terms, at_most=rooms[key] / 1000 + HALF_NS_IN_US)
@@ -187,19 +185,13 @@ class _PolicyModel:
     def _last_layer_alive(self, phase: int) -> list[Term]:
         """What is alive in a phase of a last layer's own backward, where the work of ``next`` is on
         demand."""
-        block, scale, terms = self.block, self.scale, list[Term]()
-        for storage in self.problem.graph.storages:
-            name, size = storage.producer, scale.size(storage.size_bytes)
-            if name not in block.drop:
-                continue
-            here = self._last_layer_made(name, phase)
-            if not here:
-                continue
-            if not storage.saved_by:
-                terms += self._last_layer_passing(storage, here, phase, size)
-            elif phase <= block.release[storage.name]:
-                terms += [(v, f * size) for v, f in here]
-        return terms
+        early = self.block.starts[self.before]
+        return self.block.rebuilt(
+            phase,
+            self.scale,
+            lambda name: self._last_layer_made(name, phase),
+            lambda reader: self.block.before(reader, early),
+        )
 
     def _last_layer_made(self, name: str, phase: int) -> list[Term]:
         """1 if a last layer has run ``name`` again by the end of ``phase``: because its backward needs
@@ -207,43 +199,23 @@ class _PolicyModel:
         block = self.block
         if phase >= block.latest[name]:
             return [(block.drop[name], 1.0)]
-        owns = next((j for j, s in enumerate(block.slots) if s.own), len(block.slots))
         early = block.before(name, block.starts[self.before])
-        own = [*block.before(name, block.starts[block.own + phase + 1]), *minus(block.before(name, owns))]
-        terms = [*early, *own]
-        readers = [r for source, r in block.edges if source == name]
-        asking = [self._last_layer_asked(reader, phase) for reader in readers]
-        if any(asking):
-            asked = self.model.variable(integer=False)
-            for ask in asking:
-                if ask:
-                    self.model.row([(self.again[name], 1.0), *ask, (asked, -1.0)], at_most=1.0)
-            terms.append((asked, 1.0))
-            self.asked[name, phase] = asked
-        return terms
+        opened = block.before(name, block.starts[block.own + phase + 1])
+        own = [*opened, *minus(block.before(name, block.starts[block.own]))]
+        return [*early, *own, *self._last_layer_asked(name, phase)]
 
     def _last_layer_asked(self, name: str, phase: int) -> list[Term]:
         """1 if a last layer runs ``name`` again on demand by the end of ``phase``."""
         if phase >= self.block.latest[name]:
             return [(self.again[name], 1.0)]
         if (name, phase) not in self.asked:
-            self._last_layer_made(name, phase)
-        asked = self.asked.get((name, phase))
-        return [] if asked is None else [(asked, 1.0)]
-
-    def _last_layer_passing(self, storage: Storage, here: list[Term], phase: int, size: float) -> list[Term]:
-        """A storage that no backward reads; until the phase by which its readers have run at the
-        latest."""
-        block = self.block
-        readers = [r for r in self.problem.graph.readers(storage.name) if r in block.drop]
-        readers = [r for r in readers if phase <= block.latest[r]]
-        if not readers:
-            return []
-        held = self.model.variable(integer=False)
-        for reader in readers:
-            done = block.before(reader, block.starts[self.before])
-            self.model.row([*here, (block.drop[reader], 1.0), *minus(done), (held, -1.0)], at_most=1.0)
-        return [(held, size)]
+            readers = [r for source, r in self.block.edges if source == name]
+            asking = [terms for r in readers if (terms := self._last_layer_asked(r, phase))]
+            asked = [(self.model.variable(integer=False), 1.0)] if asking else []
+            for terms in asking:
+                self.model.row([(self.again[name], 1.0), *terms, *minus(asked)], at_most=1.0)
+            self.asked[name, phase] = asked
+        return self.asked[name, phase]
 
     def _row(self, terms: list[Term], constant: float, extra_bytes: int) -> None:
         if self.peak is not None:

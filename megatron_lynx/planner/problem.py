@@ -123,8 +123,11 @@ class StageProblem:
     def excess_ns(self, window: Window, work_ns: int) -> int:
         """What ``work_ns`` of work in ``window`` costs on the critical path: what is left at the end of
         the window runs on at full speed, without the collective's contention."""
-        left = max(0, work_ns - self.capacity_ns(window))
-        return left if window.kind == "stall" else ceil(left / self.costs.contention)
+        return ceil(max(0, work_ns - self.capacity_ns(window)) / self.slowdown(window.kind))
+
+    def slowdown(self, kind: str) -> float:
+        """How much longer work takes in a window of ``kind``: in the stall no collective is beside it."""
+        return 1.0 if kind == "stall" else self.costs.contention
 
     def demand_ns(self, region: str) -> int:
         """Time on the critical path when ``region`` is rebuilt on demand, collective included."""

@@ -116,8 +116,8 @@ class StageModel:
             if not terms:
                 continue
             if self.options.soft:
-                slowed = 1.0 if window.kind == "stall" else self.problem.costs.contention
-                terms.append((self.model.variable(budget / slowed, upper=math.inf, integer=False), -1.0))
+                price = budget / self.problem.slowdown(window.kind)
+                terms.append((self.model.variable(price, upper=math.inf, integer=False), -1.0))
             self.model.row(terms, at_most=self.problem.capacity_ns(window) / 1000 + HALF_NS_IN_US)
 
     def _memory(self) -> None:
