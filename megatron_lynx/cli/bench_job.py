@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lynx.errors import ConfigError
+from megatron_lynx.cli.explain import read_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,22 +102,10 @@ def request(args: argparse.Namespace, name: str, arguments: list[str], seconds: 
         "planners": {"lynx keeps everything": "none", "lynx drops everything": "tail-free"}
         if overhead
         else {},
-        "plans": {Path(file).stem: _plan_text(file) for file in (args.plans or "").split(",") if file},
+        "plans": {
+            Path(file).stem: str(read_plan(file, "--plans")) for file in (args.plans or "").split(",") if file
+        },
         "planner": args.planner,
         "rounds": args.rounds,
         "seconds": seconds,
     }
-
-
-def _plan_text(file: str) -> str:
-    """The text of a plan file.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
-    try:
-        return Path(file).read_text()
-    except OSError as error:
-        raise ConfigError(
-            f"--plans {file}: {error.strerror}; `lynx plan --output FILE` writes one"
-        ) from error

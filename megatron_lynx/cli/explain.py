@@ -33,8 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
 
 
-def read_plan(path: str) -> Plan:
-    """Read a plan file in either form.
+def read_plan(path: str, flag: str = "PLAN") -> Plan:
+    """Read a plan file in either form; ``flag`` names it in errors.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -44,7 +44,7 @@ def read_plan(path: str) -> Plan:
         return parse_plan(Path(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"PLAN {path!r} cannot be read ({error}); `lynx plan --output plan.txt` writes one"
+            f"{flag} {path!r} cannot be read ({error}); `lynx plan --output plan.txt` writes one"
         ) from error
 
 
