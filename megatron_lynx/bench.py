@@ -18,8 +18,7 @@ from megatron_lynx.job import Job
 from megatron_lynx.partition.layout import chunks_of
 from megatron_lynx.plan import LayerPlan, StagePlan, relabel
 from megatron_lynx.planner import PlannedStage, SolveOptions, StageProblem
-from megatron_lynx.planner.verify import walk
-from megatron_lynx.schedule import has_forward_windows, in_flight, in_flight_moments
+from megatron_lynx.schedule import turns
 from megatron_lynx.simulator.engine import SimStage, iteration_ns, play, program, sim_stage
 from megatron_lynx.simulator.ledger import GraphIndex
 from megatron_lynx.units import GIB, format_bytes
@@ -33,20 +32,18 @@ def stage_problem(
 ) -> StageProblem:
     """What the planner of rank ``stage`` is asked when it holds the layers in ``chunks``."""
     parallel = job.parallel
-    layers = tuple(len(chunk) for chunk in chunks)
+    layers = sum(len(chunk) for chunk in chunks)
     last = stage == parallel.pp - 1
-    weights = layers if any(layers) else None
     return StageProblem(
         stage=stage,
         chunks=chunks,
         graph=job.graph,
         costs=job.costs.layer,
-        in_flight=in_flight(parallel, job.microbatches, stage, weights),
-        budget_bytes=job.memory_bytes - job.footprint(stage, sum(layers)).static_bytes,
+        turns=turns(parallel, job.microbatches, stage),
+        budget_bytes=job.memory_bytes - job.footprint(stage, layers).static_bytes,
         forward_slots=forward_slots(parallel),
         backward_slots=backward_slots(parallel),
-        has_forward_windows=has_forward_windows(parallel, job.microbatches, stage),
-        stall_ns=0 if last and parallel.vpp == 1 else stall_ns,
+        stall_ns=stall_ns,
         head_ns=job.costs.head_window_ns if last else 0,
         workspace_bytes=job.workspace_bytes,
     )
@@ -62,8 +59,6 @@ OVERLAPPING = frozenset({"windows", "heu", "mixed", "opt"})
 
 ROUNDS = 4
 
-_CUTS = 6
-
 _STALL_STEP = 16
 """Stalls are rounded down to this fraction of a layer's forward, so that plans can be shared."""
 
@@ -72,13 +67,6 @@ Key = tuple[int, tuple[int, ...], int, str, bool]
 
 Pools = list[list[PlannedStage]]
 """For each stage the plans to choose from."""
-
-
-def excess_bytes(problem: StageProblem, planned: PlannedStage, in_flight: tuple[int, ...]) -> int:
-    """What a plan needs above the budget when so many microbatches of each chunk are alive."""
-    there = replace(problem, in_flight=in_flight)
-    steps = walk(there, planned.plan, graph=planned.graph, soft=True).steps
-    return max((step.alive_bytes for step in steps), default=0) - problem.budget_bytes
 
 
 class Bench:
@@ -137,32 +125,11 @@ class Bench:
             options = replace(options, time_limit_s=min(options.time_limit_s, max(0.5, limit_s)))
         static = self.job.memory_bytes - problem.budget_bytes
         try:
-            planned = self._fitting(problem, planner, options)
+            planned = planners.plan(problem, planner, options)
         except InfeasibleError as error:
             return _whole_device(self.job, error, static, planner)
         self._stalls[id(planned)] = stall_ns
         return planned
-
-    def _fitting(self, problem: StageProblem, planner: str, options: SolveOptions) -> PlannedStage:
-        """Plan, and look at every moment of the schedule at which memory may be highest.
-
-        With several chunks there is more than one, and which is the worst depends on the plan; the
-        problem knows only one. So the budget is cut by what a plan exceeds it by, then every chunk
-        is counted at its own worst moment.
-        """
-        moments = in_flight_moments(self.job.parallel, self.job.microbatches, problem.stage)
-        if len(moments) == 1:
-            return planners.plan(problem, planner, options)
-        asked = problem
-        for _ in range(_CUTS):
-            planned = planners.plan(asked, planner, options)
-            excess = max(excess_bytes(problem, planned, moment) for moment in moments)
-            if excess <= 0:
-                peak = max(planned.report.peak_bytes, problem.budget_bytes + excess)
-                return replace(planned, report=replace(planned.report, peak_bytes=peak))
-            asked = replace(asked, budget_bytes=asked.budget_bytes - excess)
-        worst = tuple(max(counts) for counts in zip(*moments, strict=True))
-        return planners.plan(replace(problem, in_flight=worst), planner, options)
 
     def layers(self, split: Split, stage: int) -> tuple[int, ...]:
         """Layers in each chunk of rank ``stage``."""

@@ -199,12 +199,6 @@ def serves(order: Sequence[Action], position: int) -> Action | None:
     return None if after.forward or own else after
 
 
-def has_forward_windows(parallel: Parallel, microbatches: int, stage: int) -> bool:
-    """Whether some forward pass of rank ``stage`` can serve a backward pass."""
-    order = actions(parallel, microbatches, stage)
-    return any(serves(order, position) is not None for position in range(len(order)))
-
-
 def _alive(order: Sequence[Action]) -> Iterator[tuple[int, ...]]:
     """Microbatches per chunk whose activations are alive during each action."""
     alive = [0] * (1 + max(action.chunk for action in order))
@@ -232,31 +226,56 @@ def in_flight(
     )
 
 
-@lru_cache(maxsize=4096)
-def in_flight_moments(parallel: Parallel, microbatches: int, stage: int) -> tuple[tuple[int, ...], ...]:
-    """All (microbatches alive per chunk) of rank ``stage`` that no other moment exceeds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """How the backward passes of one chunk come.
 
-    Whatever the chunks weigh, the peak of what is kept is at one of these. 1F1B has one.
+    ``moments`` say what may be alive while the chunk runs backward, as microbatches of each chunk, its
+    own included; a moment that another one exceeds in every chunk is left out. ``served``: a forward
+    pass just before opens its windows for it. ``waits``: its gradient comes over the pipeline link, so
+    that there may be a stall before.
     """
-    seen = set(_alive(actions(parallel, microbatches, stage)))
-    return tuple(
-        sorted(
-            moment
-            for moment in seen
-            if not any(
-                other != moment and all(a >= b for a, b in zip(other, moment, strict=True)) for other in seen
+
+    moments: tuple[tuple[int, ...], ...]
+    served: bool = True
+    waits: bool = True
+
+
+@lru_cache(maxsize=4096)
+def turns(parallel: Parallel, microbatches: int, stage: int) -> tuple[Turn, ...]:
+    """The turns of every chunk of rank ``stage``.
+
+    A forward that serves a backward runs just before it, so what is alive then is the same. The
+    backwards of the cool-down are not served, but no more is alive than in some served one before.
+    """
+    order = actions(parallel, microbatches, stage)
+    seen: list[set[tuple[int, ...]]] = [set() for _ in range(parallel.vpp)]
+    served: list[set[tuple[int, ...]]] = [set() for _ in range(parallel.vpp)]
+    for position, (action, alive) in enumerate(zip(order, _alive(order), strict=True)):
+        if not action.forward:
+            seen[action.chunk].add(alive)
+            if position and serves(order, position - 1) is not None:
+                served[action.chunk].add(alive)
+    last = stage == parallel.pp - 1
+    found = []
+    for chunk, alive_there in enumerate(seen):
+        moments = _unexceeded(alive_there)
+        ends = last and chunk == parallel.vpp - 1
+        found.append(
+            Turn(
+                moments=moments, served=served[chunk].issuperset(moments), waits=parallel.pp > 1 and not ends
             )
         )
-    )
+    return tuple(found)
 
 
-def in_flight_bound(parallel: Parallel, microbatches: int, stage: int) -> tuple[int, ...]:
-    """The most microbatches alive in each chunk of rank ``stage``, each at its own worst moment.
+def _unexceeded(moments: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The moments that no other one exceeds."""
 
-    No plan holds more than this allows, also one that keeps much in one chunk and little in
-    another; ``in_flight`` alone does not bound such a plan. For 1F1B the two are the same.
-    """
-    return tuple(map(max, zip(*in_flight_moments(parallel, microbatches, stage), strict=True)))
+    def exceeds(other: tuple[int, ...], one: tuple[int, ...]) -> bool:
+        return other != one and all(a >= b for a, b in zip(other, one, strict=True))
+
+    return tuple(sorted(one for one in moments if not any(exceeds(other, one) for other in moments)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

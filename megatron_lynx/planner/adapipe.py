@@ -78,14 +78,18 @@ def _knapsack(
     Layers are counted per chunk, for their in-flight microbatches differ; the last ones first.
     """
     model, scale = Model(), Scale.of(problem)
-    terms, variables = [], list[list[int]]()
+    moments = {moment for turn in problem.turns for moment in turn.moments}
+    rows: dict[tuple[int, ...], list[tuple[int, float]]] = {moment: [] for moment in moments}
+    variables = []
     for unit in units:
-        row = []
-        for count, chunk in zip(problem.in_flight, problem.chunks, strict=True):
-            row.append(model.variable(-unit.again_ns / 1000, upper=len(chunk)))
-            terms.append((row[-1], scale.size(unit.saved_bytes) * count))
-        variables.append(row)
-    model.row(terms, at_most=scale.room(room_bytes))
+        variables.append(
+            [model.variable(-unit.again_ns / 1000, upper=len(chunk)) for chunk in problem.chunks]
+        )
+        for moment, terms in rows.items():
+            size = scale.size(unit.saved_bytes)
+            terms += [(v, size * count) for v, count in zip(variables[-1], moment, strict=True)]
+    for terms in rows.values():
+        model.row(terms, at_most=scale.room(room_bytes))
     solution = model.solve(options, deadline=time.monotonic() + options.time_limit_s)
     values = solution.values or (0.0,) * len(model.costs)
     return [round(values[v]) for row in variables for v in row]

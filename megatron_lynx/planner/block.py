@@ -48,7 +48,7 @@ class Scale:
         """The unit for ``problem``'s storages."""
         sizes = [s.size_bytes for s in problem.graph.storages]
         unit = math.gcd(*sizes) or 1
-        total = sum(sizes) * max(1, len(problem.layers)) * max((1, *problem.in_flight))
+        total = sum(sizes) * max(1, problem.most_layers())
         if total // unit <= LARGEST_INTEGER:
             return cls(unit, True, down)
         return cls(-(-total // LARGEST_INTEGER), False, down)

@@ -26,11 +26,11 @@ MOST_PATTERNS = 400
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The key of a pooled slot: ``forward`` of a chunk, ``stall``, ``head``, ``backward`` before a
-    layer, or a layer's ``own`` windows."""
+    """The key of a pooled slot of a chunk: ``forward``, ``stall``, ``head``, ``backward`` before a layer, or
+    a layer's ``own`` windows."""
 
     kind: str
-    chunk: int = 0
+    chunk: int
 
 
 class PooledModel(StageModel):
@@ -41,26 +41,19 @@ class PooledModel(StageModel):
 
     def _block(self, layer: int) -> Block:
         number = self.problem.chunk_of(layer)
-        chunk = self.problem.chunks[number]
+        chunk, before = self.problem.chunks[number], self.before[number]
         slots: list[Slot] = []
-        forwards = [self.problem.capacity_ns(w) for w in self.forwards if w.layer in chunk]
-        start = self.before - len(self.idle)
+        forwards = [self.problem.capacity_ns(w) for w in self.forwards[number]]
+        start = before - len(self.idle[number])
         if forwards:
             # One slot at the first forward level: rebuilt early or late, alive at the end of it.
             slots.append(Slot(Pool("forward", number), start - 1, max(forwards)))
-        for i, window in enumerate(self.idle):
-            if window.kind == "stall" or number == len(self.problem.chunks) - 1:
-                slots.append(
-                    Slot(
-                        Pool(window.kind),
-                        start + i,
-                        self.problem.capacity_ns(window),
-                        idle=window.kind == "stall",
-                    )
-                )
+        for i, window in enumerate(self.idle[number]):
+            room, idle = self.problem.capacity_ns(window), window.kind == "stall"
+            slots.append(Slot(Pool(window.kind, number), start + i, room, idle=idle))
         behind = chunk[-1] - layer
         widest = max(self._backward_caps(), default=0)
-        own_level = self.before + behind * self.problem.phases
+        own_level = before + behind * self.problem.phases
         if behind:
             slots.append(Slot(Pool("backward", number), own_level - 1, widest))
         own = self.problem.backward_slots[0].partition(".")[0] if self.problem.backward_slots else ""
@@ -70,11 +63,13 @@ class PooledModel(StageModel):
         levels = own_level + self.problem.phases
         return Block(self.model, self.problem, slots, levels, soft=self.options.soft, loose=True)
 
-    def _alive(self, block: Block, level: int) -> list[Term]:
+    def _alive(self, layer: int, level: int) -> list[Term]:
         """In a pool, what passes through may come and go before others come: count what stays."""
+        block, number = self.blocks[layer], self.problem.chunk_of(layer)
         if level >= block.own:
             return block.alive(level, self.scale, done=block.levels)
-        pooled = level >= self.before or level == self.before - len(self.idle) - 1
+        before = self.before[number]
+        pooled = level >= before or level == before - len(self.idle[number]) - 1
         return block.alive(level, self.scale, done=level + pooled)
 
     def _backward_caps(self) -> list[int]:
@@ -118,18 +113,16 @@ class PooledModel(StageModel):
 
     def _pool_ns(self, pool: Pool) -> int:
         if pool.kind == "forward":
-            chunk = self.problem.chunks[pool.chunk]
-            return sum(self.problem.capacity_ns(w) for w in self.forwards if w.layer in chunk)
+            return sum(self.problem.capacity_ns(w) for w in self.forwards[pool.chunk])
         return self.problem.stall_ns if pool.kind == "stall" else self.problem.head_ns
 
     def _patterns(self, pool: Pool) -> None:
         """sum over layers of (r in the pool) <= sum over patterns of count(r) * windows filled so."""
         chunk = self.problem.chunks[pool.chunk]
         rooms: dict[int, int] = {}
-        for window in self.forwards:
-            if window.layer in chunk:
-                room = self.problem.capacity_ns(window)
-                rooms[room] = rooms.get(room, 0) + 1
+        for window in self.forwards[pool.chunk]:
+            room = self.problem.capacity_ns(window)
+            rooms[room] = rooms.get(room, 0) + 1
         graph, costs = self.problem.graph, self.problem.costs
         times = {
             name: costs.rebuild_ns(name, hidden=True)

@@ -86,25 +86,26 @@ def _drop(
 
 def _fill(problem: StageProblem, names: tuple[str, ...], stage: Stage) -> None:
     """Put regions into the latest window that has room, most bytes per nanosecond first."""
-    room = {w: problem.capacity_ns(w) for w in problem.windows()}
-    order = {w: i for i, w in enumerate(room)}
-    late_first = list(reversed(room))
+    windows = [problem.windows(chunk) for chunk in range(len(problem.chunks))]
+    room = {(c, w): problem.capacity_ns(w) for c, ws in enumerate(windows) for w in ws}
+    single = [all(m[c] <= 1 for m in turn.moments) for c, turn in enumerate(problem.turns)]
     saving = [n for n in names if _bytes(problem, n) and not problem.graph.region(n).communicates]
     saving.sort(key=lambda n: problem.demand_ns(n) / _bytes(problem, n))
     for name in saving:
         for layer in problem.backward_order:
             if not _saves(problem, stage[layer], name):
                 continue
-            single = problem.in_flight[problem.chunk_of(layer)] <= 1
-            for window in late_first:
+            chunk = problem.chunk_of(layer)
+            order = {w: i for i, w in enumerate(windows[chunk])}
+            for window in reversed(windows[chunk]):
                 work = problem.work_ns(name, window)
-                if work > room[window] or not problem.serves(window, layer, name):
+                if work > room[chunk, window] or not problem.serves(window, layer, name):
                     continue
-                if single and window.kind != "bwd":
+                if single[chunk] and window.kind != "bwd":
                     continue
                 if _ready(problem, stage[layer], name, window, order):
                     stage[layer][name] = window
-                    room[window] -= work
+                    room[chunk, window] -= work
                     break
 
 

@@ -99,15 +99,17 @@ class _PolicyModel:
         """Slots in order, and the number of levels before any backward.
 
         Levels: one a forward slot, stall, head, then the phases of the backward of the next layer,
-        then those of the own.
+        then those of the own. A window that some chunk lacks is no slot.
         """
         problem, slots = self.problem, list[Slot]()
-        if problem.has_forward_windows:
+        chunks = [i for i, chunk in enumerate(problem.chunks) if chunk]
+        if all(problem.turns[i].served for i in chunks):
             for slot in problem.forward_slots:
                 capacity = problem.costs.window_ns(Window("fwd", 0, slot))
                 slots.append(Slot(("fwd", slot), len(slots), capacity))
-        if problem.stall_ns:
-            slots.append(Slot(("stall", ""), len(slots), problem.stall_ns // self.count, idle=True))
+        if problem.stall_ns and all(problem.turns[i].waits for i in chunks):
+            most = max(map(len, problem.chunks))
+            slots.append(Slot(("stall", ""), len(slots), problem.stall_ns // most, idle=True))
         if problem.head_ns and len(problem.chunks) == 1:
             slots.append(Slot(("head", ""), len(slots), problem.head_ns // self.count))
         before = max(1, len(slots))
@@ -158,29 +160,44 @@ class _PolicyModel:
 
     def _memory(self) -> None:
         """Forward windows of the last layer, stall, head, and the first two backwards of each chunk."""
-        block, scale, problem = self.block, self.scale, self.problem
+        problem = self.problem
+        turns = {(len(chunk), problem.most_layers(i)) for i, chunk in enumerate(problem.chunks)}
+        for length, flights in sorted(turns):
+            self._before_backward(length, flights)
+            for phase in range(self.phases):
+                self._first_backwards(length, flights, phase)
+
+    def _before_backward(self, length: int, flights: int) -> None:
+        """The points before the backward of a chunk of ``length`` layers, where ``flights`` layers of
+        microbatches are alive."""
+        block, scale = self.block, self.scale
         kept, constant = block.kept(scale)
-        flights = sum(n * len(chunk) for n, chunk in zip(problem.in_flight, problem.chunks, strict=True))
-        base = [(v, f * flights) for v, f in kept]
+        if not length:
+            self._row(times(flights, kept), constant * flights, 0)
+            return
         forwards = [j for j, s in enumerate(block.slots) if cast(Key, s.key)[0] == "fwd"]
-        rest = self.count - 1
         for level in range(self.before):
             others = max(forwards) if level in forwards else level
-            terms = [*base, *block.alive(level, scale)]
-            terms += times(rest, block.alive(others, scale, done=others + (level in forwards)))
+            terms = [*times(flights, kept), *block.alive(level, scale)]
+            terms += times(length - 1, block.alive(others, scale, done=others + (level in forwards)))
             self._row(terms, constant * flights, 0)
+
+    def _first_backwards(self, length: int, flights: int, phase: int) -> None:
+        """A phase of the backward of a chunk's last layer, and of the one before it."""
+        block, scale = self.block, self.scale
+        kept, constant = block.kept(scale)
+        here, fixed = block.kept(scale, phase)
+        following = block.alive(self.before + phase, scale)
         carried = block.alive(self.before - 1, scale, done=self.before)
-        for phase in range(self.phases):
-            following = block.alive(self.before + phase, scale)
-            here, fixed = block.kept(scale, phase)
-            firsts = [self._last_layer_alive(phase), block.alive(block.own + phase, scale)]
-            for length in {len(chunk) for chunk in problem.chunks if chunk}:
-                for gone, own in enumerate(firsts[:length]):
-                    others = self.count - gone - 1
-                    second = min(1, length - gone - 1)
-                    terms = [*times(flights - gone - 1, kept), *here, *own]
-                    terms += [*times(second, following), *times(others - second, carried)]
-                    self._row(terms, constant * (flights - gone - 1) + fixed, problem.workspace(phase))
+        for gone, own in enumerate((self._last_layer_alive, self._own_alive)[:length]):
+            others = length - gone - 1
+            second = min(1, others)
+            terms = [*times(flights - gone - 1, kept), *here, *own(phase)]
+            terms += [*times(second, following), *times(others - second, carried)]
+            self._row(terms, constant * (flights - gone - 1) + fixed, self.problem.workspace(phase))
+
+    def _own_alive(self, phase: int) -> list[Term]:
+        return self.block.alive(self.block.own + phase, self.scale)
 
     def _last_layer_alive(self, phase: int) -> list[Term]:
         """What is alive in a phase of a last layer's own backward, where the work of ``next`` is on

@@ -20,6 +20,10 @@ Bytes = NDArray[np.int64]
 Choices = Mapping[str, Choice]
 
 
+Load = tuple[int, Window]
+"""A window of one chunk: a stall before each chunk's backward is another one."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPrice:
     """One layer's share: ``memory`` and ``rebuilt`` bytes at every point, ``kept`` bytes of one
@@ -29,7 +33,7 @@ class LayerPrice:
     rebuilt: Bytes
     kept: int
     exposed_ns: int
-    loads: Mapping[Window, int]
+    loads: Mapping[Load, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,30 @@ class Price:
     peak_point: str
 
 
+class _Points:
+    """The points of one chunk's turn, ``size`` for each of its moments, and where they stand in memory."""
+
+    def __init__(self, problem: StageProblem, chunk: int, start: int) -> None:
+        windows, phases = problem.windows(chunk), problem.phases
+        layers, turn = problem.chunks[chunk][::-1], problem.turns[chunk]
+        early = [w for w in windows if w.kind != "bwd"]
+        forwards = sum(w.kind == "fwd" for w in early)
+        self.before = len(early) + 1
+        """Points before any backward."""
+        self.backward = {layer: self.before + i * phases for i, layer in enumerate(layers)}
+        """The point of the first phase of each layer's backward."""
+        self.at = {w: self.backward[w.layer] + problem.phase_of(w) for w in windows if w.kind == "bwd"}
+        self.at.update({w: i + (i >= forwards) for i, w in enumerate(early)})
+        self.names = [*map(str, early), *(point_of(problem, k, p) for k in layers for p in range(phases))]
+        self.names.insert(forwards, "forward")
+        self.size, self.moments = len(self.names), turn.moments
+        self.span = slice(start, start + self.size * len(turn.moments))
+
+    def own(self, memory: Bytes) -> Bytes:
+        """The part of ``memory`` that is this turn's, a row for each moment."""
+        return memory[self.span].reshape(len(self.moments), self.size)
+
+
 class Pricer:
     """Prices plans of one problem, by its graph or another one (``selective``)."""
 
@@ -51,19 +79,12 @@ class Pricer:
         self.problem = problem
         self.graph = graph or problem.graph
         self.layers = problem.layers
-        windows, order = problem.windows(), problem.backward_order
-        early, phases = [w for w in windows if w.kind != "bwd"], problem.phases
-        forwards = sum(w.kind == "fwd" for w in early)
-        self.points = [*map(str, early), *(point_of(problem, k, p) for k in order for p in range(phases))]
-        self.points.insert(forwards, "forward")
-        self.before = len(early) + 1
-        """Points up to here come before any backward."""
-        self.backward = {layer: self.before + i * phases for i, layer in enumerate(order)}
-        """The point of the first phase of each layer's backward."""
-        self.phases = phases
-        self.at = {w: self.backward[w.layer] + problem.phase_of(w) for w in windows if w.kind == "bwd"}
-        self.at.update({w: i + (i >= forwards) for i, w in enumerate(early)})
-        self.capacity = {w: problem.capacity_ns(w) for w in windows}
+        self.phases = problem.phases
+        self.turns: list[_Points] = []
+        for chunk in range(len(problem.chunks)):
+            self.turns.append(_Points(problem, chunk, self.turns[-1].span.stop if self.turns else 0))
+        self.size = self.turns[-1].span.stop if self.turns else 0
+        self.chunk = {layer: chunk for chunk, layers in enumerate(problem.chunks) for layer in layers}
         self.demand = {n: problem.demand_ns(n) for n in problem.graph.names}
         self.work = {n: problem.costs.rebuild_ns(n, hidden=True) for n in problem.graph.names}
         self.idle_work = {n: problem.costs.rebuild_ns(n, hidden=False) for n in problem.graph.names}
@@ -76,28 +97,30 @@ class Pricer:
         self.readers = {
             n: [r for s in graph.produced_by(n) for r in graph.readers(s.name)] for n in graph.names
         }
-        self.workspaces = np.zeros(len(self.points), dtype=np.int64)
-        for phase in range(phases):
-            self.workspaces[self.before + phase :: phases] = problem.workspace(phase)
-        self.flights: dict[int, int] = {}
-        self.ends: dict[int, int] = {}
-        """The point after a layer's last chunk-mate's backward."""
-        for chunk, count in zip(problem.chunks, problem.in_flight, strict=True):
-            for layer in chunk:
-                self.flights[layer], self.ends[layer] = count, self.backward[chunk[0]] + phases
+        self.workspaces = np.zeros(self.size, dtype=np.int64)
+        self.alive = [np.zeros(self.size, dtype=np.int64) for _ in problem.chunks]
+        """Microbatches of each chunk that are alive at every point."""
+        for points in self.turns:
+            for phase in range(self.phases):
+                points.own(self.workspaces)[:, points.before + phase :: self.phases] = problem.workspace(
+                    phase
+                )
+            for chunk, alive in enumerate(self.alive):
+                points.own(alive)[:] = [[moment[chunk]] for moment in points.moments]
 
     def layer(self, index: int, choices: Choices, demand_at: int | None = None) -> LayerPrice:
         """Price one layer; ``demand_at`` is the point of its on-demand work if another layer's backward
         asks for it."""
-        own, phases = self.backward[index], self.phases
-        when = {n: self.at[c] for n, c in choices.items() if isinstance(c, Window)}
+        chunk = self.chunk[index]
+        points, phases = self.turns[chunk], self.phases
+        own = points.backward[index]
+        when = {n: points.at[c] for n, c in choices.items() if isinstance(c, Window)}
         if demand_at is None:
             when |= {n: own + phase for n, phase in self._demand_phases(choices).items()}
         else:
             when |= {n: demand_at for n, c in choices.items() if not isinstance(c, Window)}
-        rebuilt = np.zeros(len(self.points), dtype=np.int64)
-        kept = carried = 0
-        released = [0] * phases
+        here = np.zeros(points.size, dtype=np.int64)
+        kept, released = 0, [0] * phases
         for producer, size, saved, reading, release in self.storages:
             first = when.get(producer)
             if first is None:
@@ -106,23 +129,21 @@ class Pricer:
                     released[release] += size
                 continue
             last = own + release if saved else max((when[r] for r in reading if r in when), default=-1)
-            if last >= 0:
-                rebuilt[first : last + 1] += size
-                carried += size if first < self.before <= last else 0
-        exposed, loads = 0, dict[Window, int]()
+            here[first : last + 1] += size
+        exposed, loads = 0, dict[Load, int]()
         for name, choice in choices.items():
             if isinstance(choice, Window):
                 work = self.idle_work if choice.kind == "stall" else self.work
-                loads[choice] = loads.get(choice, 0) + work[name]
+                loads[chunk, choice] = loads.get((chunk, choice), 0) + work[name]
             else:
                 exposed += self.demand[name]
-        memory = np.full(len(self.points), kept * self.flights[index], dtype=np.int64)
+        rebuilt = np.zeros(self.size, dtype=np.int64)
+        points.own(rebuilt)[:] = here
+        memory = self.alive[chunk] * kept
         for phase in range(phases):
-            memory[own + phase + 1 : self.ends[index]] -= released[phase]
-        if len(self.problem.chunks) > 1:
-            rebuilt[self.ends[index] :] = carried
-            rebuilt[self.before : self.backward[self._mates(index)[-1]]] = carried
-        return LayerPrice(memory + rebuilt, rebuilt, kept, exposed, loads)
+            here[own + phase + 1 :] -= released[phase]
+        points.own(memory)[:] += here
+        return LayerPrice(memory, rebuilt, kept, exposed, loads)
 
     def _demand_phases(self, choices: Choices) -> dict[str, int]:
         """The phase of its layer's backward in which each region on demand runs again."""
@@ -135,9 +156,6 @@ class Pricer:
             need = self.needs[name]
             found[name] = 0 if name == INPUT else min(phases if need is None else [*phases, need], default=0)
         return found
-
-    def _mates(self, index: int) -> tuple[int, ...]:
-        return self.problem.chunks[self.problem.chunk_of(index)]
 
     def price(self, plan: StagePlan) -> Price:
         """Price a whole plan."""
@@ -153,12 +171,13 @@ class Pricer:
             found[layer] = None
             if dropped.get(layer + 1, False):
                 earlier = found[layer + 1]
-                found[layer] = self.backward[layer + 1] if earlier is None else earlier
+                own = self.turns[self.chunk[layer + 1]].backward[layer + 1]
+                found[layer] = own if earlier is None else earlier
         return found
 
     def memory(self, prices: Sequence[LayerPrice]) -> Bytes:
         """Bytes at every point."""
-        total = np.zeros(len(self.points), dtype=np.int64)
+        total = np.zeros(self.size, dtype=np.int64)
         for price in prices:
             total += price.memory
         return total + self.workspaces
@@ -166,22 +185,27 @@ class Pricer:
     def total(self, prices: Sequence[LayerPrice]) -> Price:
         """Add layers up (in the order of ``layers``)."""
         memory = self.memory(prices)
-        rebuilt = sum((p.rebuilt for p in prices), np.zeros(len(self.points), dtype=np.int64))
-        loads: dict[Window, int] = {}
+        rebuilt = sum((p.rebuilt for p in prices), np.zeros(self.size, dtype=np.int64))
+        loads: dict[Load, int] = {}
         for price in prices:
             for window, load in price.loads.items():
                 loads[window] = loads.get(window, 0) + load
-        excess = sum(self.problem.excess_ns(w, load) for w, load in loads.items())
-        kept = sum(p.kept * self.flights[layer] for p, layer in zip(prices, self.layers, strict=True))
+        problem, pairs = self.problem, list(zip(prices, self.layers, strict=True))
+        alive = sum((self.alive[self.chunk[k]] * p.kept for p, k in pairs), np.zeros_like(rebuilt))
         peak = int(memory.argmax())
         return Price(
-            exposed_ns=sum(p.exposed_ns for p in prices) + excess,
-            hidden_ns=sum(min(load, self.capacity[w]) for w, load in loads.items()),
-            kept_bytes=kept,
+            exposed_ns=sum(p.exposed_ns for p in prices)
+            + sum(problem.excess_ns(w, load) for (_, w), load in loads.items()),
+            hidden_ns=sum(min(load, problem.capacity_ns(w)) for (_, w), load in loads.items()),
+            kept_bytes=int(alive.max()),
             rebuilt_bytes=int(rebuilt.max()),
             peak_bytes=int(memory[peak]),
-            peak_point=self.points[peak],
+            peak_point=self._name(peak),
         )
+
+    def _name(self, point: int) -> str:
+        points = next(points for points in self.turns if point < points.span.stop)
+        return points.names[(point - points.span.start) % points.size]
 
 
 def point_of(problem: StageProblem, layer: int, phase: int) -> str:
@@ -191,12 +215,11 @@ def point_of(problem: StageProblem, layer: int, phase: int) -> str:
 
 def fits_whole(problem: StageProblem) -> bool:
     """Whether everything can be kept."""
-    flights = sum(n * len(chunk) for n, chunk in zip(problem.in_flight, problem.chunks, strict=True))
     graph, extra = problem.graph, 0
     for phase in range(problem.phases) if problem.layers else ():
         gone = sum(s.size_bytes for s in graph.storages if s.saved_by and graph.release_phase(s.name) < phase)
         extra = max(extra, problem.workspace(phase) - gone)
-    return graph.kept_bytes() * flights + extra <= problem.budget_bytes
+    return graph.kept_bytes() * problem.most_layers() + extra <= problem.budget_bytes
 
 
 def candidates(graph: LayerGraph) -> tuple[str, ...]:

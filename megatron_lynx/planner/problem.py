@@ -4,12 +4,16 @@ The rules of the problem (which window serves whom, what is alive when) are thos
 forward windows of the forward pass just before the backward, then the stall, then the backward
 windows in execution order (last layer first), then on demand.
 
-Memory is counted at *points*, in this order: each forward window, the end of the forward pass, the
-stall, the head, and the phases of the backward of each layer (last layer first). A backward window
-belongs to the phase that it interrupts. At a point are alive:
+A stage with several model chunks runs the backward of one chunk at a time, with the windows just
+before it; what is rebuilt for it is gone before another chunk has its turn.
 
-- what is kept, once per microbatch in flight; once less from the phase on with which it was released
-  in its own layer's backward (``LayerGraph.release_phase``);
+Memory is counted at *points*, in this order: each forward window, the end of the forward pass, the
+stall, the head, and the phases of the backward of each layer of the chunk (last layer first); for each
+moment at which most may be alive (``schedule.Turn``). A backward window belongs to the phase that it
+interrupts. At a point are alive:
+
+- what is kept, once per microbatch alive at that moment; once less from the phase on with which it was
+  released in its own layer's backward (``LayerGraph.release_phase``);
 - what was rebuilt, from the point of its window (or, on demand, the phase in which it is first needed)
   to its release if some backward reads it, else to the point where the last dropped region that reads
   it is rebuilt;
@@ -18,10 +22,6 @@ belongs to the phase that it interrupts. At a point are alive:
 On demand a region runs again when a backward or another region on demand first needs it; one that
 nobody needs (the end of a layer in Megatron's full recompute) when its layer's backward begins, and
 with it what it reads. A dropped input is made at that moment too, by the layer before.
-
-With several model chunks a backward of one chunk is not followed at once by that of another, so all
-that another chunk holds counts as alive throughout: its in-flight microbatches in full, and what was
-rebuilt for it before the backward passes.
 """
 
 from __future__ import annotations
@@ -32,31 +32,29 @@ from math import ceil
 from megatron_lynx.cost import LayerCosts
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.plan import Window
+from megatron_lynx.schedule import Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProblem:
     """One pipeline rank with identical layers.
 
-    ``chunks`` are the global layer indices of each model chunk (one chunk without VPP).
-    ``in_flight`` counts, per chunk, the microbatches whose kept activations are alive at the peak.
+    ``chunks`` are the global layer indices of each model chunk (one chunk without VPP), ``turns`` how
+    the backward passes of each chunk come: what is alive then, and which windows come before.
     ``budget_bytes`` is what activations may take: device memory less weights, gradients,
-    optimizer, logits and the reserve. ``has_forward_windows`` is False where a microbatch's
-    backward follows its own forward (the last stage, or no pipeline). ``stall_ns`` is the idle
-    time before a backward in the steady state, ``head_ns`` the output layer's collective (last
-    stage only). ``workspace_bytes`` is what each phase of a layer's backward needs besides saved
-    storages; what is not said is nothing.
+    optimizer, logits and the reserve. ``stall_ns`` is the idle time before a backward in the steady
+    state, ``head_ns`` the output layer's collective (last stage only). ``workspace_bytes`` is what
+    each phase of a layer's backward needs besides saved storages; what is not said is nothing.
     """
 
     stage: int
     chunks: tuple[tuple[int, ...], ...]
     graph: LayerGraph
     costs: LayerCosts
-    in_flight: tuple[int, ...]
+    turns: tuple[Turn, ...]
     budget_bytes: int
     forward_slots: tuple[str, ...] = ()
     backward_slots: tuple[str, ...] = ()
-    has_forward_windows: bool = True
     stall_ns: int = 0
     head_ns: int = 0
     workspace_bytes: tuple[int, ...] = ()
@@ -65,6 +63,13 @@ class StageProblem:
     def layers(self) -> tuple[int, ...]:
         """Global indices of all layers of this rank, chunk by chunk."""
         return tuple(layer for chunk in self.chunks for layer in chunk)
+
+    def most_layers(self, chunk: int | None = None) -> int:
+        """The most layers, each counted once per microbatch alive, at any moment (of ``chunk``'s turn)."""
+        turns = self.turns if chunk is None else self.turns[chunk : chunk + 1]
+        counts = [len(layers) for layers in self.chunks]
+        alive = [moment for turn in turns for moment in turn.moments]
+        return max((sum(n * c for n, c in zip(m, counts, strict=True)) for m in alive), default=0)
 
     @property
     def backward_order(self) -> tuple[int, ...]:
@@ -91,17 +96,16 @@ class StageProblem:
                 return number
         raise KeyError(layer)
 
-    def windows(self) -> tuple[Window, ...]:
-        """Every window in the order in which it serves one backward pass."""
+    def windows(self, chunk: int) -> tuple[Window, ...]:
+        """Every window in the order in which it serves one backward pass of ``chunk``."""
         found: list[Window] = []
-        for chunk in self.chunks:
-            if self.has_forward_windows:
-                found += [Window("fwd", k, slot) for k in chunk for slot in self.forward_slots]
-        if self.stall_ns:
+        if self.turns[chunk].served:
+            found += [Window("fwd", k, slot) for k in self.chunks[chunk] for slot in self.forward_slots]
+        if self.stall_ns and self.turns[chunk].waits:
             found.append(Window("stall"))
-        if self.head_ns:
+        if self.head_ns and chunk == len(self.chunks) - 1:
             found.append(Window("head"))
-        for layer in self.backward_order:
+        for layer in reversed(self.chunks[chunk]):
             found += [Window("bwd", layer, slot) for slot in self.backward_slots]
         return tuple(found)
 
@@ -145,18 +149,18 @@ class StageProblem:
     def serves(self, window: Window, layer: int, region: str) -> bool:
         """Whether ``window`` comes before the backward of ``layer`` needs ``region``.
 
-        With several chunks, forward and backward windows serve their own chunk, and the head's
-        the last one. A backward window also serves its own layer: the regions whose readers all
-        come before the slot's in forward order, since their backward is still to come.
+        All windows serve their own chunk, the head's the last one, and a stall the chunk that waits. A
+        backward window also serves its own layer: the regions whose readers all come before the slot's
+        in forward order, since their backward is still to come.
         """
-        if window.kind == "stall":
-            return True
-        if window.kind == "head":
-            return self.chunk_of(layer) == len(self.chunks) - 1
         chunk = self.chunk_of(layer)
+        if window.kind == "stall":
+            return self.turns[chunk].waits
+        if window.kind == "head":
+            return chunk == len(self.chunks) - 1
         if window.layer not in self.chunks[chunk]:
             return False
         if window.kind == "fwd" or window.layer > layer:
-            return True
+            return self.turns[chunk].served or window.kind == "bwd"
         slot = window.slot.partition(".")[0]
         return window.layer == layer and self.last_reader(region) < self.graph.names.index(slot)

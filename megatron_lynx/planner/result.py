@@ -35,7 +35,7 @@ class SolveOptions:
         """``problem`` without the windows that are switched off."""
         return replace(
             problem,
-            has_forward_windows=problem.has_forward_windows and self.forward,
+            turns=tuple(replace(turn, served=turn.served and self.forward) for turn in problem.turns),
             backward_slots=problem.backward_slots if self.backward else (),
             stall_ns=problem.stall_ns if self.stall else 0,
             head_ns=problem.head_ns if self.head else 0,

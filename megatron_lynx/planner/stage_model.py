@@ -12,7 +12,7 @@ from typing import cast
 from megatron_lynx.plan import Choice, StagePlan, Window
 from megatron_lynx.planner.block import Block, Scale, Slot, Term, tidy
 from megatron_lynx.planner.milp import HALF_NS_IN_US, Model, Solution
-from megatron_lynx.planner.price import candidates, stage_plan
+from megatron_lynx.planner.price import Load, candidates, stage_plan
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import SolveOptions
 
@@ -40,11 +40,16 @@ class StageModel:
         self.problem, self.options, self.reach = problem, options, reach
         self.model, self.scale = Model(), self._scale()
         self.step = ONE_NS if budget else ONE_UNIT
-        self.windows = problem.windows()
-        self.forwards = [w for w in self.windows if w.kind == "fwd"]
+        numbers = range(len(problem.chunks))
+        self.windows = [problem.windows(chunk) for chunk in numbers]
+        self.forwards = [[w for w in windows if w.kind == "fwd"] for windows in self.windows]
+        self.idle = [[w for w in windows if w.kind in ("stall", "head")] for windows in self.windows]
         self.split = self._passing()
-        self.idle = [w for w in self.windows if w.kind in ("stall", "head")]
-        self.before = (len(self.forwards) if self.split else 1) + len(self.idle)
+        self.before = [
+            (len(self.forwards[c]) if self.split and self.forwards[c] else 1) + len(self.idle[c])
+            for c in numbers
+        ]
+        """Levels of each chunk before any backward."""
         self.blocks = {layer: self._block(layer) for layer in problem.layers}
         self.peak = None if budget else self.model.variable(1.0, upper=math.inf, integer=False)
         if budget:
@@ -52,6 +57,7 @@ class StageModel:
                 for name in block.names:
                     for variable, factor in block.on_demand(name):
                         self.model.costs[variable] += factor * problem.demand_ns(name) / 1000
+        self.kept = {layer: block.kept(self.scale) for layer, block in self.blocks.items()}
         self._capacities(budget)
         self._memory()
 
@@ -62,7 +68,7 @@ class StageModel:
         """Whether memory must be counted before any backward too: only if a storage that no backward
         reads can be rebuilt there, and let go of before the first backward (where else is more)."""
         graph, costs, names = self.problem.graph, self.problem.costs, candidates(self.problem.graph)
-        early = [self.problem.capacity_ns(w) for w in self.windows if w.kind != "bwd"]
+        early = [self.problem.capacity_ns(w) for ws in self.windows for w in ws if w.kind != "bwd"]
         longest = max(early, default=0)
         return any(
             not storage.saved_by
@@ -73,22 +79,20 @@ class StageModel:
             for storage in graph.storages
         )
 
-    def _alive(self, block: Block, level: int) -> list[Term]:
+    def _alive(self, layer: int, level: int) -> list[Term]:
         """Units of one layer that are rebuilt and alive at ``level``."""
-        return block.alive(level, self.scale)
+        return self.blocks[layer].alive(level, self.scale)
 
     def _block(self, layer: int) -> Block:
         """The layer's slots: every window that comes before its backward, in order."""
-        chunk = self.problem.chunks[self.problem.chunk_of(layer)]
+        number = self.problem.chunk_of(layer)
+        chunk, before = self.problem.chunks[number], self.before[number]
         slots: list[Slot] = []
-        for i, window in enumerate(self.forwards):
-            near = self.reach is None or window.layer == layer
-            if window.layer in chunk and near:
+        for i, window in enumerate(self.forwards[number]):
+            if self.reach is None or window.layer == layer:
                 slots.append(self._slot(window, i if self.split else 0))
-        start = self.before - len(self.idle)
-        for i, window in enumerate(self.idle):
-            if window.kind == "stall" or self.problem.chunks[-1] is chunk:
-                slots.append(self._slot(window, start + i))
+        start = before - len(self.idle[number])
+        slots += [self._slot(window, start + i) for i, window in enumerate(self.idle[number])]
         behind = chunk[-1] - layer
         phases = self.problem.phases
         for i, other in enumerate(range(chunk[-1], layer - 1, -1)):
@@ -97,9 +101,9 @@ class StageModel:
             for slot in self.problem.backward_slots:
                 own = slot.partition(".")[0] if other == layer else ""
                 window = Window("bwd", other, slot)
-                level = self.before + i * phases + self.problem.phase_of(window)
+                level = before + i * phases + self.problem.phase_of(window)
                 slots.append(self._slot(window, level, own))
-        levels = self.before + (behind + 1) * phases
+        levels = before + (behind + 1) * phases
         return Block(self.model, self.problem, slots, levels, soft=self.options.soft)
 
     def _slot(self, window: Window, level: int, own: str = "") -> Slot:
@@ -108,11 +112,12 @@ class StageModel:
 
     def _capacities(self, budget: bool) -> None:
         """The work of all layers in one window is at most its capacity (or the excess is paid)."""
-        loads: dict[Window, list[Term]] = {}
-        for block in self.blocks.values():
+        loads: dict[Load, list[Term]] = {}
+        for layer, block in self.blocks.items():
+            chunk = self.problem.chunk_of(layer)
             for j, slot in enumerate(block.slots):
-                loads.setdefault(cast(Window, slot.key), []).extend(block.load_us(j))
-        for window, terms in loads.items():
+                loads.setdefault((chunk, cast(Window, slot.key)), []).extend(block.load_us(j))
+        for (_, window), terms in loads.items():
             if not terms:
                 continue
             if self.options.soft:
@@ -122,30 +127,38 @@ class StageModel:
 
     def _memory(self) -> None:
         """Bytes alive at every point at most the budget."""
-        problem, scale, phases = self.problem, self.scale, range(self.problem.phases)
-        kept = {layer: block.kept(scale) for layer, block in self.blocks.items()}
-        flights = {
-            layer: count
-            for chunk, count in zip(problem.chunks, problem.in_flight, strict=True)
-            for layer in chunk
-        }
-        carried = {k: b.alive(self.before - 1, scale, done=self.before) for k, b in self.blocks.items()}
-        for level in range(self.before) if self.split else ():
-            terms = [t for k in self.blocks for t in scaled(kept[k][0], flights[k])]
-            terms += [t for block in self.blocks.values() for t in self._alive(block, level)]
-            self._row(terms, sum(kept[k][1] * flights[k] for k in self.blocks), 0)
-        for chunk in problem.chunks:
-            for i, (layer, phase) in enumerate((k, p) for k in reversed(chunk) for p in phases):
-                terms, constant = self.blocks[layer].kept(scale, phase)
-                for k, block in self.blocks.items():
-                    count = flights[k] - (k in chunk and k >= layer)
-                    terms += scaled(kept[k][0], count)
-                    constant += kept[k][1] * count
-                    if k not in chunk:
-                        terms += carried[k]
-                    elif k <= layer:
-                        terms += self._alive(block, self.before + i)
-                self._row(terms, constant, problem.workspace(phase))
+        phases = range(self.problem.phases)
+        for number, (chunk, turn) in enumerate(zip(self.problem.chunks, self.problem.turns, strict=True)):
+            before = self.before[number]
+            points: list[tuple[int, int | None, int]] = []
+            if self.split or not chunk:
+                points += [(level, None, 0) for level in range(before)]
+            backward = ((layer, phase) for layer in reversed(chunk) for phase in phases)
+            points += [(level, layer, phase) for level, (layer, phase) in enumerate(backward, start=before)]
+            for level, layer, phase in points:
+                waiting = [k for k in chunk if layer is None or k <= layer]
+                rebuilt = [term for k in waiting for term in self._alive(k, level)]
+                for moment in turn.moments:
+                    self._point(moment, number, layer, phase, rebuilt)
+
+    def _point(
+        self, moment: tuple[int, ...], number: int, layer: int | None, phase: int, rebuilt: list[Term]
+    ) -> None:
+        """Bytes alive at one point of the turn of chunk ``number``: before the backward, or in a phase of
+        the backward of ``layer``."""
+        terms, constant, extra = list(rebuilt), 0.0, 0
+        for other, (layers, alive) in enumerate(zip(self.problem.chunks, moment, strict=True)):
+            for k in layers:
+                over = layer is not None and other == number and k >= layer
+                kept, fixed = self.kept[k]
+                terms += scaled(kept, alive - over)
+                constant += fixed * (alive - over)
+        if layer is not None:
+            kept, fixed = self.blocks[layer].kept(self.scale, phase)
+            terms += kept
+            constant += fixed
+            extra = self.problem.workspace(phase)
+        self._row(terms, constant, extra)
 
     def _row(self, terms: list[Term], constant: float, extra_bytes: int) -> None:
         if self.peak is not None:

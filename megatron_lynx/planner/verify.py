@@ -76,11 +76,21 @@ def verify(
 def walk(
     problem: StageProblem, plan: StagePlan, *, graph: LayerGraph | None = None, soft: bool = False
 ) -> Walk:
-    """Go through the stage with ``plan`` and note what happens."""
-    found = _malformed(problem, plan)
-    if found:
-        return Walk(violations=found)
-    return _Referee(problem, plan, graph or problem.graph, soft).run()
+    """Go through the stage with ``plan`` and note what happens: the backward of each chunk in turn, at
+    the moment when most memory is held. Moments differ in nothing else."""
+    notes = Walk(violations=_malformed(problem, plan))
+    if notes.violations:
+        return notes
+    for chunk in reversed(range(len(problem.chunks))):
+        moments = [
+            _Referee(problem, plan, graph or problem.graph, soft, chunk, alive).run()
+            for alive in problem.turns[chunk].moments
+        ]
+        worst = max(moments, key=lambda one: max(step.alive_bytes for step in one.steps))
+        notes.steps += worst.steps
+        notes.violations += worst.violations
+        notes.exposed_ns += worst.exposed_ns
+    return notes
 
 
 def timeline(problem: StageProblem, plan: StagePlan, result: Walk) -> str:
@@ -102,13 +112,14 @@ def _malformed(problem: StageProblem, plan: StagePlan) -> list[Violation]:
     """Faults that make a walk meaningless."""
     if plan.chunks != problem.chunks or plan.stage != problem.stage:
         return [Violation(kind="layers", point="plan")]
-    windows, names = set(problem.windows()), problem.graph.names
+    windows = [set(problem.windows(chunk)) for chunk in range(len(problem.chunks))]
+    names = problem.graph.names
     found = []
     for layer in plan.layers:
         places = []
         for region, choice in layer.choices:
             fault = Violation(kind="unknown", point=str(choice), layer=layer.layer, region=region)
-            if region not in names or (isinstance(choice, Window) and choice not in windows):
+            if region not in names or (isinstance(choice, Window) and not any(choice in w for w in windows)):
                 found.append(fault)
             else:
                 places.append(names.index(region))
@@ -120,12 +131,23 @@ def _malformed(problem: StageProblem, plan: StagePlan) -> list[Violation]:
 
 
 class _Referee:
-    """One walk. ``held`` maps (layer, storage) to bytes that count once per microbatch in flight,
-    ``again`` those that were rebuilt, with what still has to read them."""
+    """One walk through the turn of ``chunk`` with ``alive`` microbatches of each chunk. ``held`` maps
+    (layer, storage) to bytes that count once per microbatch, ``again`` those that were rebuilt, with what
+    still has to read them."""
 
-    def __init__(self, problem: StageProblem, plan: StagePlan, graph: LayerGraph, soft: bool) -> None:
+    def __init__(
+        self,
+        problem: StageProblem,
+        plan: StagePlan,
+        graph: LayerGraph,
+        soft: bool,
+        chunk: int,
+        alive: tuple[int, ...],
+    ) -> None:
         self.problem, self.plan, self.graph, self.soft = problem, plan, graph, soft
         self.notes = Walk()
+        self.windows = problem.windows(chunk)
+        self.own = problem.chunks[chunk]
         self.plans = {p.layer: p for p in plan.layers}
         self.dropped = {p.layer: p.dropped for p in plan.layers}
         self.regions = {region.name: region for region in self.graph.regions}
@@ -136,9 +158,7 @@ class _Referee:
         self.held = {p.layer: self._kept(p) for p in plan.layers}
         self.whole = {layer: sum(blocks.values()) for layer, blocks in self.held.items()}
         self.flights = {
-            layer: count
-            for chunk, count in zip(problem.chunks, problem.in_flight, strict=True)
-            for layer in chunk
+            layer: count for layers, count in zip(problem.chunks, alive, strict=True) for layer in layers
         }
         self.slots: dict[str, list[str]] = {}
         for slot in problem.backward_slots:
@@ -146,7 +166,6 @@ class _Referee:
         self.again: dict[tuple[int, str], set[str]] = {}
         self.expected: set[tuple[int, str]] = set()
         self.leaving: list[tuple[int, str]] = []
-        self.parked: dict[int, int] = {}
         self.gone: set[tuple[int, str]] = set()
         """What the layer in its backward has released of what its own microbatch kept."""
         self.releases = {s.name: self.graph.release_phase(s.name) for s in self.graph.storages}
@@ -159,18 +178,20 @@ class _Referee:
         self.notes.violations.append(Violation(kind=kind, point=point, layer=layer, region=region, over=over))
 
     def run(self) -> Walk:
-        due = self.plan.windows()
-        for window in self.problem.windows():
+        due = {
+            window: tuple(pair for pair in pairs if pair[0] in self.own)
+            for window, pairs in self.plan.windows().items()
+        }
+        for window in self.windows:
             if window.kind == "fwd":
                 self._open(window, due.get(window, ()))
                 self._close(str(window))
         self._close("forward")
-        for window in self.problem.windows():
+        for window in self.windows:
             if window.kind in ("stall", "head"):
                 self._open(window, due.get(window, ()))
                 self._close(str(window))
-        self.parked = {layer: self._rebuilt_of([layer]) for layer in self.plans}
-        for layer in self.problem.backward_order:
+        for layer in reversed(self.own):
             self._backward(layer, due)
         return self.notes
 
@@ -298,10 +319,6 @@ class _Referee:
 
     # Counting -----------------------------------------------------------------------------------
 
-    def _rebuilt_of(self, layers: Iterable[int]) -> int:
-        wanted = set(layers)
-        return sum(self.sizes[name] for layer, name in self.again if layer in wanted)
-
     def _close(self, point: str, layer: int | None = None, phase: int = 0) -> None:
         """Count what is alive, then let go what nobody will read."""
         if not self.notes.steps or self.notes.steps[-1].point != point:
@@ -315,16 +332,8 @@ class _Referee:
         self.leaving = []
 
     def _alive(self, layer: int | None, phase: int) -> int:
-        """Bytes alive now; in a phase of the backward of ``layer``, other chunks count as they were
-        before."""
-        if layer is None:
-            kept = sum(self.flights[k] * size for k, size in self.whole.items())
-            return kept + self._rebuilt_of(self.plans)
-        own = self.problem.chunk_of(layer)
-        total = self.problem.workspace(phase) - sum(self.held[k][name] for k, name in self.gone)
-        for number, chunk in enumerate(self.problem.chunks):
-            for k in chunk:
-                count = self.flights[k] if number == own else self.problem.in_flight[number]
-                total += count * self.whole[k]
-            total += self._rebuilt_of(chunk) if number == own else sum(self.parked[k] for k in chunk)
-        return total
+        """Bytes alive now: before the backward, or in a phase of the backward of ``layer``."""
+        kept = sum(self.flights[k] * size for k, size in self.whole.items())
+        kept -= sum(self.held[k][name] for k, name in self.gone)
+        rebuilt = sum(self.sizes[name] for _, name in self.again)
+        return kept + rebuilt + (0 if layer is None else self.problem.workspace(phase))

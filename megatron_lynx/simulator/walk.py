@@ -3,7 +3,8 @@
 The rules, window by window:
 
 1. A forward pass that serves a backward pass (``schedule.serves``) rebuilds, while it waits for
-   its own collectives, what the plan puts into those windows. Work takes ``contention`` times as
+   its own collectives, what the plan puts into the windows at the same place of the chunk that it
+   serves. Work takes ``contention`` times as
    long while the collective is on the wire; what is left when the collective ends runs on at full
    speed and is exposed.
 2. Before a backward that receives a gradient, as soon as the rank is free: what the plan puts into
@@ -31,6 +32,9 @@ from megatron_lynx.simulator.passes import Clock, Cursor, Pass
 GATHERS_INPUT = ("linear_qkv", "linear_fc1")
 """Linears that are split by column: their collective in the forward comes before the GEMM, the one
 in the backward after it; it is the other way round for those that are split by row."""
+
+Due = tuple[tuple[int, str], ...]
+"""(layer, region) pairs to rebuild."""
 
 _OWNER = {
     "fwd": kinds.IN_FORWARD,
@@ -111,22 +115,28 @@ class StageWalk:
         ledger = None if served is None else self._ledger(served)
         if self.has_embedding(chunk):
             cursor.run(kinds.FORWARD, table.embedding_forward_ns, -1, "embedding")
-        for layer in self.plan.chunks[chunk]:
+        for place, layer in enumerate(self.plan.chunks[chunk]):
             kept = self.index.pattern(self._plans[layer].dropped).kept_bytes
             cursor.memory(kept.get("input", 0), kinds.KEPT, layer, "input")
             for region in self.index.names:
                 waits = f"fwd:{region}" in costs.collective_ns
                 window = Window("fwd", layer, region)
+                due = self._due_in_forward(served, place, region)
                 if waits and region in GATHERS_INPUT:
-                    self._window(cursor, window, ledger, costs.window_ns(window))
+                    self._window(cursor, window, ledger, costs.window_ns(window), due=due)
                 cursor.run(kinds.FORWARD, costs.forward_ns.get(region, 0), layer, region)
                 cursor.memory(kept.get(region, 0), kinds.KEPT, layer, region)
                 if waits and region not in GATHERS_INPUT:
-                    self._window(cursor, window, ledger, costs.window_ns(window))
+                    self._window(cursor, window, ledger, costs.window_ns(window), due=due)
         if self.has_head(chunk):
             cursor.run(kinds.FORWARD, table.head_forward_ns, -1, "head")
         done = Pass(body=tuple(cursor.pieces), body_deltas=tuple(cursor.deltas), body_ns=cursor.now_ns)
         return done, ledger
+
+    def _due_in_forward(self, served: int | None, place: int, region: str) -> Due:
+        """What the plan puts into the window of layer number ``place`` of the served chunk."""
+        layers = () if served is None else self.plan.chunks[served]
+        return self._due.get(Window("fwd", layers[place], region), ()) if place < len(layers) else ()
 
     # Backward
 
@@ -227,15 +237,17 @@ class StageWalk:
         ledger: Ledger | None,
         capacity_ns: int,
         launched_ns: int | None = None,
+        due: Due | None = None,
     ) -> None:
-        """Rules 1 and 3: run what is due while the collective is on the wire."""
+        """Rules 1 and 3: run what is due (unless told, what the plan puts into ``window``) while the
+        collective is on the wire."""
         start = cursor.now_ns if launched_ns is None else launched_ns
         end = cursor.now_ns + capacity_ns
         slot = window.slot or window.kind
         on_wire = self.costs.collective_ns.get(f"{window.kind}:{slot}", capacity_ns)
         cursor.collective(start, min(on_wire, end - start), window.layer, slot)
         if ledger is not None:
-            for layer, region in self._due.get(window, ()):
+            for layer, region in self._due.get(window, ()) if due is None else due:
                 for item in self._with_missing(ledger, layer, region):
                     self._rebuild(cursor, item, ledger, _OWNER[window.kind], until_ns=end)
             if window.kind != "bwd":

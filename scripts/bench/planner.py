@@ -24,6 +24,7 @@ from megatron_lynx.footprint import workspace_bytes
 from megatron_lynx.gpt import backward_slots, forward_slots, layer_graph
 from megatron_lynx.planner import SolveOptions, SolveReport, StageProblem, plan
 from megatron_lynx.presets import load_cluster, load_model
+from megatron_lynx.schedule import Turn
 from megatron_lynx.spec import Batch, Parallel
 
 CLUSTERS = ("a100-40g-nvlink", "a100-40g-pcie")
@@ -61,7 +62,7 @@ def stage_problem(shape: Shape) -> StageProblem:
         chunks=(tuple(range(shape.layers)),),
         graph=layer_graph(model, parallel, batch),
         costs=costs.layer,
-        in_flight=(shape.in_flight,),
+        turns=(Turn(moments=((shape.in_flight,),)),),
         budget_bytes=1 << 60,
         forward_slots=forward_slots(parallel),
         backward_slots=backward_slots(parallel),

@@ -14,10 +14,7 @@ from megatron_lynx.schedule import (
     actions,
     backward_order,
     format_actions,
-    has_forward_windows,
     in_flight,
-    in_flight_bound,
-    in_flight_moments,
     interleaved,
     next_backward,
     one_f_one_b,
@@ -26,6 +23,7 @@ from megatron_lynx.schedule import (
     requires,
     schedule,
     serves,
+    turns,
     validate,
     violations,
     waits_for_gradient,
@@ -83,7 +81,7 @@ def test_one_f_one_b_in_flight_is_min_m_p_minus_stage(stages: int, microbatches:
     for stage in range(stages):
         alive = (min(microbatches, stages - stage),)
         assert in_flight(parallel, microbatches, stage) == alive
-        assert in_flight_moments(parallel, microbatches, stage) == (alive,)
+        assert [turn.moments for turn in turns(parallel, microbatches, stage)] == [(alive,)]
 
 
 @given(jobs(), st.lists(st.integers(0, 9), min_size=4, max_size=4))
@@ -96,18 +94,42 @@ def test_moments_hold_the_peak_for_any_weights(job: tuple[Parallel, int], drawn:
         for action in actions(parallel, microbatches, stage):
             alive[action.chunk] += 1 if action.forward else -1
             peak = max(peak, sum(n * w for n, w in zip(alive, weights, strict=True)))
-        moments = in_flight_moments(parallel, microbatches, stage)
         best = in_flight(parallel, microbatches, stage, weights)
-        held = [sum(n * w for n, w in zip(m, weights, strict=True)) for m in (*moments, best)]
+        found = [turn.moments for turn in turns(parallel, microbatches, stage)]
+        held = [sum(n * w for n, w in zip(m, weights, strict=True)) for ms in found for m in (*ms, best)]
         assert max(held) == held[-1] == peak
-        assert in_flight(parallel, microbatches, stage) in moments
-        bound = in_flight_bound(parallel, microbatches, stage)
-        assert peak <= sum(n * w for n, w in zip(bound, weights, strict=True))
+        assert any(in_flight(parallel, microbatches, stage) in moments for moments in found)
+        for chunk, moments in enumerate(found):
+            assert all(moment[chunk] for moment in moments), "a chunk in its backward is alive itself"
+
+
+@given(jobs())
+def test_turns_cover_every_backward(job: tuple[Parallel, int]) -> None:
+    """At each backward no more is alive than some moment of its chunk's turn says; a chunk counts as
+    served if at each of these moments a forward serves it."""
+    parallel, microbatches = job
+    for stage in range(parallel.pp):
+        order, found = actions(parallel, microbatches, stage), turns(parallel, microbatches, stage)
+        alive = [0] * parallel.vpp
+        served: list[set[tuple[int, ...]]] = [set() for _ in range(parallel.vpp)]
+        for position, action in enumerate(order):
+            if action.forward:
+                alive[action.chunk] += 1
+                continue
+            moments = found[action.chunk].moments
+            assert any(all(a <= b for a, b in zip(alive, moment, strict=True)) for moment in moments)
+            if position and serves(order, position - 1) is not None:
+                served[action.chunk].add(tuple(alive))
+            waits = waits_for_gradient(action, stage, parallel.pp, parallel.vpp)
+            assert waits == found[action.chunk].waits
+            alive[action.chunk] -= 1
+        for turn, seen in zip(found, served, strict=True):
+            assert turn.served == (set(turn.moments) <= seen)
 
 
 def test_without_a_pipeline_each_backward_follows_its_forward() -> None:
     assert format_actions(one_f_one_b(0, 1, 3)) == "F0.0 B0.0 F1.0 B1.0 F2.0 B2.0"
-    assert not has_forward_windows(Parallel(), 3, 0)
+    assert not turns(Parallel(), 3, 0)[0].served
 
 
 def test_windows_serve_the_oldest_outstanding_microbatch() -> None:
@@ -124,9 +146,10 @@ def test_windows_serve_the_oldest_outstanding_microbatch() -> None:
 
 
 def test_last_stage_has_no_forward_windows_but_its_early_chunks_do() -> None:
-    assert not has_forward_windows(Parallel(pp=4), 8, 3)
-    assert has_forward_windows(Parallel(pp=4), 8, 2)
-    assert not has_forward_windows(Parallel(pp=4), 1, 0)
+    assert not turns(Parallel(pp=4), 8, 3)[0].served
+    assert turns(Parallel(pp=4), 8, 2)[0].served
+    assert not turns(Parallel(pp=4), 1, 0)[0].served
+    assert [turn.served for turn in turns(Parallel(pp=2, vpp=2), 8, 1)] == [True, False]
     last = interleaved(1, 2, 2, 4, 2)
     served = {str(last[i]): str(b) for i in range(len(last)) if (b := serves(last, i))}
     assert served == {"F2.0": "B0.0", "F3.0": "B1.0"}

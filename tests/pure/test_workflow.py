@@ -18,6 +18,7 @@ from megatron_lynx.job import Job, make_job
 from megatron_lynx.plan import Plan, parse_plan, relabel
 from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.rows import Row
+from megatron_lynx.schedule import Turn
 from megatron_lynx.simulator.memory import peak
 from megatron_lynx.spec import Batch, Parallel
 from megatron_lynx.units import GIB
@@ -293,11 +294,9 @@ def test_a_trainer_plans_with_what_it_measured() -> None:
 def test_problems_know_their_place() -> None:
     first = stage_problem(TIGHT, 0, ((0, 1),), 5_000)
     last = stage_problem(TIGHT, 3, ((6, 7),), 5_000)
-    assert first.in_flight == (4,)
-    assert last.in_flight == (1,)
-    assert first.has_forward_windows
-    assert not last.has_forward_windows
-    assert (first.stall_ns, last.stall_ns) == (5_000, 0)
+    assert first.turns == (Turn(moments=((4,),), served=True, waits=True),)
+    assert last.turns == (Turn(moments=((1,),), served=False, waits=False),)
+    assert [w.kind for w in first.windows(0)] == ["fwd"] * 4 + ["stall"] + ["bwd"] * 4
     assert first.budget_bytes == TIGHT.memory_bytes - TIGHT.footprint(0, 2).static_bytes
     assert (first.head_ns, last.head_ns) == (0, TIGHT.costs.head_window_ns)
 

@@ -34,9 +34,15 @@ def droppable(graph: LayerGraph) -> list[str]:
     return [n for n in graph.names if n != INPUT and graph.produced_by(n)]
 
 
+def chunk_of(problem: StageProblem, layer: int) -> int:
+    """The number of the chunk that holds a layer."""
+    return next(i for i, chunk in enumerate(problem.chunks) if layer in chunk)
+
+
 def options(problem: StageProblem, layer: int, region: str, soft: bool = False) -> list[int]:
-    """The codes that a region may have on its own; ``soft`` lets it overrun a window."""
-    windows = problem.windows()
+    """The codes that a region may have on its own, in the order of its chunk's windows; ``soft`` lets it
+    overrun a window."""
+    windows = problem.windows(chunk_of(problem, layer))
     codes = [KEEP, len(windows)]
     if problem.graph.region(region).communicates:
         return codes
@@ -49,15 +55,7 @@ def options(problem: StageProblem, layer: int, region: str, soft: bool = False) 
 
 
 def _in_time(problem: StageProblem, window: Window, layer: int, region: str) -> bool:
-    chunks = problem.chunks
-    own = next(chunk for chunk in chunks if layer in chunk)
-    if window.kind == "stall":
-        return True
-    if window.kind == "head":
-        return own is chunks[-1]
-    if window.layer not in own:
-        return False
-    if window.kind == "fwd" or window.layer > layer:
+    if window.kind != "bwd" or window.layer > layer:
         return True
     names = problem.graph.names
     saved = [names.index(r) for s in problem.graph.produced_by(region) for r in s.saved_by]
@@ -76,15 +74,17 @@ def count(problem: StageProblem, soft: bool = False) -> int:
 def best(problem: StageProblem, soft: bool = False) -> Best:
     """Look at every plan of the stage."""
     layers = [_vectors(problem, layer, soft) for layer in problem.layers]
-    capacities = np.array([problem.capacity_ns(w) for w in problem.windows()], dtype=np.int64)
+    numbers = range(len(problem.chunks))
+    windows = [window for chunk in numbers for window in problem.windows(chunk)]
+    capacities = np.array([problem.capacity_ns(w) for w in windows], dtype=np.int64)
     width = len(capacities)
-    extra = np.concatenate([np.zeros(1 + width, dtype=np.int64), _workspace(problem)])
+    extra = np.concatenate([np.zeros(1 + width, dtype=np.int64), *(_workspace(problem, c) for c in numbers)])
     total = extra[None, :]
     for vectors in layers:
         total = (total[:, None, :] + vectors[None, :, :]).reshape(-1, len(extra))
         within = (total[:, 1 : 1 + width] <= capacities).all(axis=1)
         total = _unbeaten(total if soft else total[within])
-    for i, window in enumerate(problem.windows()):
+    for i, window in enumerate(windows):
         over = np.maximum(total[:, 1 + i] - capacities[i], 0)
         slowed = 1.0 if window.kind == "stall" else problem.costs.contention
         total[:, 0] += np.ceil(over / slowed).astype(np.int64)
@@ -93,19 +93,22 @@ def best(problem: StageProblem, soft: bool = False) -> Best:
     return Best(int(fitting[:, 0].min()) if len(fitting) else None, int(peaks.min()))
 
 
-def _before(problem: StageProblem) -> int:
-    """Points before any backward: forward windows, the end of the forward, stall, head."""
-    return 1 + sum(w.kind != "bwd" for w in problem.windows())
+def _before(problem: StageProblem, chunk: int) -> int:
+    """Points before any backward of a chunk: forward windows, the end of the forward, stall, head."""
+    return 1 + sum(w.kind != "bwd" for w in problem.windows(chunk))
 
 
-def _workspace(problem: StageProblem) -> Array:
+def _workspace(problem: StageProblem, chunk: int) -> Array:
+    """Workspace at the points of a chunk's turn, moment by moment."""
     phases = [problem.workspace(phase) for phase in range(problem.phases)]
-    return np.array([0] * _before(problem) + phases * len(problem.layers), dtype=np.int64)
+    points = [0] * _before(problem, chunk) + phases * len(problem.chunks[chunk])
+    return np.array(points * len(problem.turns[chunk].moments), dtype=np.int64)
 
 
 def _vectors(problem: StageProblem, layer: int, soft: bool) -> Array:
     """One layer's rows that break no rule, as (exposed, loads, bytes at points)."""
-    graph, windows = problem.graph, problem.windows()
+    own = chunk_of(problem, layer)
+    graph, windows = problem.graph, problem.windows(own)
     names = droppable(graph)
     grid = np.meshgrid(*[options(problem, layer, r, soft) for r in names], indexing="ij")
     code = {n: g.reshape(-1).astype(np.int64) for n, g in zip(names, grid, strict=True)}
@@ -121,13 +124,15 @@ def _vectors(problem: StageProblem, layer: int, soft: bool) -> Array:
         exposed += np.where(codes == len(windows), problem.demand_ns(name), 0)
         for i, window in enumerate(windows):
             loads[:, i] += np.where(codes == i, problem.work_ns(name, window), 0)
+    every = [np.zeros((rows, len(problem.windows(c))), dtype=np.int64) for c in range(len(problem.chunks))]
+    every[own] = loads
     memory = _memory(problem, layer, code, rows)
-    return _unbeaten(np.concatenate([exposed[:, None], loads, memory], axis=1))
+    return _unbeaten(np.concatenate([exposed[:, None], *every, memory], axis=1))
 
 
 def _sound(problem: StageProblem, layer: int, code: dict[str, Array], rows: int) -> NDArray[np.bool_]:
     """Rows in which everything is at hand when it is read, and nothing is dropped for nobody."""
-    graph, windows = problem.graph, problem.windows()
+    graph, windows = problem.graph, problem.windows(chunk_of(problem, layer))
     demand, place = len(windows), {n: i for i, n in enumerate(graph.names)}
     good = np.ones(rows, dtype=bool)
     for name, codes in code.items():
@@ -159,10 +164,11 @@ def _sound(problem: StageProblem, layer: int, code: dict[str, Array], rows: int)
 
 
 def _memory(problem: StageProblem, layer: int, code: dict[str, Array], rows: int) -> Array:
-    """Bytes of one layer at every point."""
-    graph, windows = problem.graph, problem.windows()
-    before, phases = _before(problem), problem.phases
-    order = [k for chunk in reversed(problem.chunks) for k in reversed(chunk)]
+    """Bytes of one layer at every point of every turn."""
+    chunk = chunk_of(problem, layer)
+    graph, windows = problem.graph, problem.windows(chunk)
+    before, phases = _before(problem, chunk), problem.phases
+    order = problem.chunks[chunk][::-1]
     own = before + order.index(layer) * phases
     places, forwards = [], sum(w.kind == "fwd" for w in windows)
     for i, window in enumerate(windows):
@@ -174,7 +180,6 @@ def _memory(problem: StageProblem, layer: int, code: dict[str, Array], rows: int
     made = _made_at(problem, code, rows, np.array([*places, 0, 0], dtype=np.int64), own)
     kept = np.zeros(rows, dtype=np.int64)
     over = np.zeros((rows, phases), dtype=np.int64)
-    carried = np.zeros(rows, dtype=np.int64)
     points = before + len(order) * phases
     rebuilt = np.zeros((rows, points), dtype=np.int64)
     for storage in graph.storages:
@@ -196,27 +201,24 @@ def _memory(problem: StageProblem, layer: int, code: dict[str, Array], rows: int
             for point in range(points):
                 alive = held & (first <= point) & (point <= last)
                 rebuilt[:, point] += np.where(alive, storage.size_bytes, 0)
-            carried += np.where(held & (first < before) & (last >= before), storage.size_bytes, 0)
-    chunk = next(i for i, c in enumerate(problem.chunks) if layer in c)
-    flights = problem.in_flight[chunk]
-    memory = np.zeros((rows, points), dtype=np.int64)
-    for point in range(points):
-        at = order[(point - before) // phases] if point >= before else None
-        if at is not None and at not in problem.chunks[chunk]:
-            memory[:, point] = flights * kept + carried
-        else:
-            gone = at is not None and point >= own + phases
-            memory[:, point] = (flights - gone) * kept + rebuilt[:, point]
-            if at == layer:
-                memory[:, point] -= over[:, point - own]
-    return memory
+    gone = np.zeros((rows, points), dtype=np.int64)
+    gone[:, own + phases :] = kept[:, None]
+    gone[:, own : own + phases] = over
+    found = []
+    for number, turn in enumerate(problem.turns):
+        size = _before(problem, number) + len(problem.chunks[number]) * phases
+        for moment in turn.moments:
+            whole = np.repeat(moment[chunk] * kept[:, None], size, axis=1)
+            found.append(whole + rebuilt - gone if number == chunk else whole)
+    return np.concatenate(found, axis=1)
 
 
 def _made_at(
     problem: StageProblem, code: dict[str, Array], rows: int, table: Array, own: int
 ) -> dict[str, Array]:
-    """The point at which each dropped region runs again; ``table`` has those of windows."""
-    graph, demand, found = problem.graph, len(problem.windows()), dict[str, Array]()
+    """The point at which each dropped region runs again; ``table`` has those of windows, then two that
+    stand for on demand and kept."""
+    graph, demand, found = problem.graph, len(table) - 2, dict[str, Array]()
     never = own + problem.phases
     for name in reversed(list(code)):
         saved = [r for s in graph.produced_by(name) for r in s.saved_by]

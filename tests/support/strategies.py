@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_lynx.cost import LayerCosts
 from megatron_lynx.graph import INPUT, LayerGraph, Region, Storage
 from megatron_lynx.planner.problem import StageProblem
+from megatron_lynx.schedule import Turn
 from tests.support import brute_force
 
 TOO_LONG_NS = 1000
@@ -48,6 +49,16 @@ def graphs(draw: st.DrawFn, most_regions: int = 10) -> LayerGraph:
 
 
 @st.composite
+def turns(draw: st.DrawFn, chunks: int, chunk: int) -> Turn:
+    """The turn of one of several chunks: its own microbatch is alive, and any of the others'."""
+    counts = [st.integers(1 if other == chunk else 0, 4) for other in range(chunks)]
+    moments = draw(st.lists(st.tuples(*counts), min_size=1, max_size=1 if chunks == 1 else 2, unique=True))
+    return Turn(
+        moments=tuple(moments), served=draw(st.booleans()), waits=draw(st.sampled_from([True, True, False]))
+    )
+
+
+@st.composite
 def stage_problems(
     draw: st.DrawFn,
     most_regions: int = 10,
@@ -79,11 +90,10 @@ def stage_problems(
             collective_ns=collectives,
             contention=draw(st.sampled_from([1.0, 1.0, 1.25])),
         ),
-        in_flight=tuple(draw(st.integers(1, 4)) for _ in chunks),
+        turns=tuple(draw(turns(len(chunks), chunk)) for chunk in range(len(chunks))),
         budget_bytes=0,
         forward_slots=tuple(sorted(forward, key=names.index)),
         backward_slots=tuple(sorted(backward, key=names.index, reverse=True)),
-        has_forward_windows=draw(st.booleans()),
         stall_ns=draw(st.sampled_from([0, 0, 15, 40])),
         head_ns=draw(st.sampled_from([0, 0, 25])),
         workspace_bytes=tuple(draw(st.integers(0, 10)) for _ in range(3)),
@@ -91,7 +101,7 @@ def stage_problems(
     if soft:
         assume(brute_force.count(problem, soft=True) <= most_plans)
     problem = _limited(problem, most_plans)
-    kept = graph.kept_bytes() * sum(n * len(c) for n, c in zip(problem.in_flight, chunks, strict=True))
+    kept = graph.kept_bytes() * problem.most_layers()
     share = draw(st.floats(0.2, 1.05))
     return replace(problem, budget_bytes=int(kept * share) + max(problem.workspace_bytes))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from megatron_lynx.cost import LayerCosts
 from megatron_lynx.graph import INPUT, LayerGraph, Region, Storage
 from megatron_lynx.planner.problem import StageProblem
+from megatron_lynx.schedule import Turn
 
 
 def toy_graph() -> LayerGraph:
@@ -60,7 +61,7 @@ def toy_problem(
         chunks=(tuple(range(layers)),),
         graph=toy_graph(),
         costs=toy_costs(collective_ns),
-        in_flight=(in_flight,),
+        turns=(Turn(moments=((in_flight,),)),),
         budget_bytes=budget_bytes,
         forward_slots=("proj", "mlp"),
         backward_slots=("mlp", "gemm"),

@@ -12,6 +12,7 @@ from megatron_lynx.plan import LayerPlan, StagePlan, parse_choice
 from megatron_lynx.planner import PLANNERS, SolveOptions, StageProblem, plan, verify
 from megatron_lynx.planner.price import Pricer
 from megatron_lynx.planner.verify import timeline, walk
+from megatron_lynx.schedule import Turn
 from tests.support.strategies import stage_problems
 from tests.support.toy import toy_problem, with_budget
 
@@ -73,9 +74,8 @@ def test_another_stage_is_refused() -> None:
     problem = toy_problem()
     stage = planned(problem, "", "")
     assert [v.kind for v in verify(replace(problem, stage=1), stage)] == ["layers"]
-    assert [v.kind for v in verify(replace(problem, chunks=((0,), (1,)), in_flight=(1, 1)), stage)] == [
-        "layers"
-    ]
+    turns = (Turn(moments=((1, 1),)),) * 2
+    assert [v.kind for v in verify(replace(problem, chunks=((0,), (1,)), turns=turns), stage)] == ["layers"]
 
 
 def test_soft_windows_may_be_overrun_at_a_price() -> None:

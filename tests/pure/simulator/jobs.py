@@ -11,7 +11,7 @@ from megatron_lynx.gpt import backward_slots, forward_slots, layer_graph
 from megatron_lynx.graph import INPUT, LayerGraph
 from megatron_lynx.plan import Choice, LayerPlan, StagePlan, Window, parse_choice
 from megatron_lynx.planner.problem import StageProblem
-from megatron_lynx.schedule import has_forward_windows, in_flight_bound
+from megatron_lynx.schedule import turns
 from megatron_lynx.simulator.engine import SimJob
 from megatron_lynx.spec import Batch, Model, Parallel
 
@@ -114,19 +114,17 @@ def problem_of(job: SimJob, stage: int, stall_ns: int = 0, budget_bytes: int = 1
     """The planner's view of one rank of a job."""
     parallel = job.parallel
     assert isinstance(job.graph, LayerGraph)
-    last = stage == parallel.pp - 1
     return StageProblem(
         stage=stage,
         chunks=job.stages[stage].chunks,
         graph=job.graph,
         costs=job.table.layer,
-        in_flight=in_flight_bound(parallel, job.microbatches, stage),
+        turns=turns(parallel, job.microbatches, stage),
         budget_bytes=budget_bytes,
         forward_slots=forward_slots(parallel),
         backward_slots=backward_slots(parallel),
-        has_forward_windows=has_forward_windows(parallel, job.microbatches, stage),
-        stall_ns=0 if last else stall_ns,
-        head_ns=job.table.head_window_ns if last else 0,
+        stall_ns=stall_ns,
+        head_ns=job.table.head_window_ns if stage == parallel.pp - 1 else 0,
         workspace_bytes=job.workspace_bytes,
     )
 

@@ -95,7 +95,7 @@ def planning(draw: st.DrawFn) -> tuple[SimJob, int, int, bool]:
 
 @pytest.mark.parametrize("planner", [*PLANNERS, "opt"])
 def test_the_two_referees_agree_to_the_byte(planner: str) -> None:
-    """1F1B: the same peak, though no line is shared. Interleaved: verify supposes the worst."""
+    """The same peak, though no line is shared; with one chunk a rank and with several."""
     fitted = 0
 
     @settings(max_examples=8 if planner == "opt" else 40)
@@ -111,9 +111,7 @@ def test_the_two_referees_agree_to_the_byte(planner: str) -> None:
         timeline = simulate(planned)
         for stage, verified in enumerate(peaks):
             simulated = memory.peak(timeline, stage).size_bytes
-            assert simulated <= verified <= budget
-            if job.parallel.vpp == 1:
-                assert simulated == verified
+            assert simulated == verified <= budget
 
     agree()
     assert fitted >= 2, "too few problems had a plan"
@@ -163,7 +161,7 @@ def test_what_the_planner_hides_and_exposes_is_what_happens(planner: str) -> Non
                 return
             fitted += 1
             walk = StageWalk(planned.plan, planned.graph, job.table, job.parallel.pp)
-            serves = 0 if problem.has_forward_windows else None
+            serves = 0 if problem.turns[0].served else None
             passes = walk.forward(0, serves), walk.backward(0, serves)
             times = Counter[str]()
             for piece in (*passes[0].body, *passes[1].body, *passes[1].early):
