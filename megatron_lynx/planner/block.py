@@ -340,6 +340,22 @@ class Block:
         return found
 
 
+def passes_early(problem: StageProblem, *, soft: bool) -> bool:
+    """Whether memory must be counted before any backward too: only if a storage that no backward
+    reads can be rebuilt there, and let go of before the first backward (where else is more)."""
+    graph, names = problem.graph, candidates(problem.graph)
+    windows = [w for chunk in range(len(problem.chunks)) for w in problem.windows(chunk)]
+    longest = max((problem.capacity_ns(w) for w in windows if w.kind != "bwd"), default=0)
+    return any(
+        not storage.saved_by
+        and storage.producer in names
+        and set(graph.readers(storage.name)) & set(names)
+        and not graph.region(storage.producer).communicates
+        and (soft or problem.costs.rebuild_ns(storage.producer, hidden=False) <= longest)
+        for storage in graph.storages
+    )
+
+
 def minus(terms: Sequence[Term]) -> list[Term]:
     """The terms with their signs turned."""
     return [(v, -f) for v, f in terms]

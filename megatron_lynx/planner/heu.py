@@ -16,7 +16,7 @@ from typing import cast
 
 from megatron_lynx.plan import Choice, StagePlan, Window
 from megatron_lynx.planner.baselines import infeasible
-from megatron_lynx.planner.block import Block, Scale, Slot, Term, minus, tidy
+from megatron_lynx.planner.block import Block, Scale, Slot, Term, minus, passes_early, tidy
 from megatron_lynx.planner.milp import HALF_NS_IN_US, Model, Solution
 from megatron_lynx.planner.price import Pricer, fits_whole, stage_plan
 from megatron_lynx.planner.problem import StageProblem
@@ -162,8 +162,10 @@ class _PolicyModel:
         """Forward windows of the last layer, stall, head, and the first two backwards of each chunk."""
         problem = self.problem
         turns = {(len(chunk), problem.most_layers(i)) for i, chunk in enumerate(problem.chunks)}
+        early = passes_early(problem, soft=self.options.soft)
         for length, flights in sorted(turns):
-            self._before_backward(length, flights)
+            if early or not length:
+                self._before_backward(length, flights)
             for phase in range(self.phases):
                 self._first_backwards(length, flights, phase)
 

@@ -26,7 +26,7 @@ with it what it reads. A dropped input is made at that moment too, by the layer 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 from megatron_lynx.cost import LayerCosts
@@ -58,6 +58,15 @@ class StageProblem:
     stall_ns: int = 0
     head_ns: int = 0
     workspace_bytes: tuple[int, ...] = ()
+    _rooms: dict[tuple[str, str], int] = field(init=False, repr=False, compare=False)
+    """Length of each window, which is the same for every layer."""
+
+    def __post_init__(self) -> None:
+        layer = [Window("fwd", 0, s) for s in self.forward_slots]
+        layer += [Window("bwd", 0, s) for s in self.backward_slots]
+        rooms: dict[tuple[str, str], int] = {(w.kind, w.slot): self.costs.window_ns(w) for w in layer}
+        rooms |= {("stall", ""): self.stall_ns, ("head", ""): self.head_ns}
+        object.__setattr__(self, "_rooms", rooms)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -111,11 +120,7 @@ class StageProblem:
 
     def capacity_ns(self, window: Window) -> int:
         """Time that work in ``window`` may take without delaying anything."""
-        if window.kind == "stall":
-            return self.stall_ns
-        if window.kind == "head":
-            return self.head_ns
-        return self.costs.window_ns(window)
+        return self._rooms[window.kind, window.slot]
 
     def work_ns(self, region: str, window: Window) -> int:
         """Time that rebuilding ``region`` takes inside ``window``.

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import cast
 
 from megatron_lynx.plan import Choice, StagePlan, Window
-from megatron_lynx.planner.block import Block, Scale, Slot, Term, tidy
+from megatron_lynx.planner.block import Block, Scale, Slot, Term, passes_early, tidy
 from megatron_lynx.planner.milp import HALF_NS_IN_US, Model, Solution
-from megatron_lynx.planner.price import Load, candidates, stage_plan
+from megatron_lynx.planner.price import Load, stage_plan
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import SolveOptions
 
@@ -44,7 +44,7 @@ class StageModel:
         self.windows = [problem.windows(chunk) for chunk in numbers]
         self.forwards = [[w for w in windows if w.kind == "fwd"] for windows in self.windows]
         self.idle = [[w for w in windows if w.kind in ("stall", "head")] for windows in self.windows]
-        self.split = self._passing()
+        self.split = passes_early(problem, soft=options.soft)
         self.before = [
             (len(self.forwards[c]) if self.split and self.forwards[c] else 1) + len(self.idle[c])
             for c in numbers
@@ -63,21 +63,6 @@ class StageModel:
 
     def _scale(self) -> Scale:
         return Scale.of(self.problem)
-
-    def _passing(self) -> bool:
-        """Whether memory must be counted before any backward too: only if a storage that no backward
-        reads can be rebuilt there, and let go of before the first backward (where else is more)."""
-        graph, costs, names = self.problem.graph, self.problem.costs, candidates(self.problem.graph)
-        early = [self.problem.capacity_ns(w) for ws in self.windows for w in ws if w.kind != "bwd"]
-        longest = max(early, default=0)
-        return any(
-            not storage.saved_by
-            and storage.producer in names
-            and set(graph.readers(storage.name)) & set(names)
-            and not graph.region(storage.producer).communicates
-            and (self.options.soft or costs.rebuild_ns(storage.producer, hidden=False) <= longest)
-            for storage in graph.storages
-        )
 
     def _alive(self, layer: int, level: int) -> list[Term]:
         """Units of one layer that are rebuilt and alive at ``level``."""

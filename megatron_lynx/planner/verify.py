@@ -112,17 +112,17 @@ def _malformed(problem: StageProblem, plan: StagePlan) -> list[Violation]:
     """Faults that make a walk meaningless."""
     if plan.chunks != problem.chunks or plan.stage != problem.stage:
         return [Violation(kind="layers", point="plan")]
-    windows = [set(problem.windows(chunk)) for chunk in range(len(problem.chunks))]
-    names = problem.graph.names
+    windows = {window for chunk in range(len(problem.chunks)) for window in problem.windows(chunk)}
+    place = {name: i for i, name in enumerate(problem.graph.names)}
     found = []
     for layer in plan.layers:
         places = []
         for region, choice in layer.choices:
-            fault = Violation(kind="unknown", point=str(choice), layer=layer.layer, region=region)
-            if region not in names or (isinstance(choice, Window) and not any(choice in w for w in windows)):
-                found.append(fault)
+            if region in place and (not isinstance(choice, Window) or choice in windows):
+                places.append(place[region])
             else:
-                places.append(names.index(region))
+                fault = Violation(kind="unknown", point=str(choice), layer=layer.layer, region=region)
+                found.append(fault)
             if choice == KEEP:
                 found.append(Violation(kind="order", point="plan", layer=layer.layer, region=region))
         if any(a >= b for a, b in pairwise(places)):
@@ -157,9 +157,11 @@ class _Referee:
         self.saved = {n: [s.producer for s in self.graph.storages if n in s.saved_by] for n in self.regions}
         self.held = {p.layer: self._kept(p) for p in plan.layers}
         self.whole = {layer: sum(blocks.values()) for layer, blocks in self.held.items()}
-        self.flights = {
-            layer: count for layers, count in zip(problem.chunks, alive, strict=True) for layer in layers
-        }
+        self.kept = sum(
+            count * self.whole[layer]
+            for layers, count in zip(problem.chunks, alive, strict=True)
+            for layer in layers
+        )
         self.slots: dict[str, list[str]] = {}
         for slot in problem.backward_slots:
             self.slots.setdefault(slot.partition(".")[0], []).append(slot)
@@ -228,20 +230,21 @@ class _Referee:
 
     def _open(self, window: Window, pairs: Iterable[tuple[int, str]]) -> None:
         """Rebuild what is due in ``window``."""
-        work, capacity = 0, self.problem.capacity_ns(window)
+        work, capacity, point = 0, self.problem.capacity_ns(window), str(window)
         for layer, region in pairs:
             if (layer, region) in self.expected:
                 continue
             if self.regions[region].communicates or region == INPUT:
-                self._fault("communicates", str(window), layer, region)
+                self._fault("communicates", point, layer, region)
             if not self.problem.serves(window, layer, region):
-                self._fault("late", str(window), layer, region)
+                self._fault("late", point, layer, region)
             work += self.problem.work_ns(region, window)
-            self._run_again(layer, region, str(window))
-        self.notes.exposed_ns += self.problem.excess_ns(window, work)
-        if work > capacity and not self.soft:
-            self._fault("overfull", str(window), over=work - capacity)
-        self.notes.steps.append(Step(str(window), 0, work, capacity))
+            self._run_again(layer, region, point)
+        if work > capacity:
+            self.notes.exposed_ns += self.problem.excess_ns(window, work)
+            if not self.soft:
+                self._fault("overfull", point, over=work - capacity)
+        self.notes.steps.append(Step(point, 0, work, capacity))
 
     # A layer's backward -------------------------------------------------------------------------
 
@@ -268,7 +271,7 @@ class _Referee:
         for name in self.dropped[layer]:
             self._need(layer, name, point)
         self._end_phase(layer, phase, point, before)
-        self.flights[layer] -= 1
+        self.kept -= self.whole[layer]
         self.gone.clear()
         for key in [k for k in self.again if k[0] == layer]:
             self._fault("not-ready", point, layer, key[1])
@@ -333,7 +336,6 @@ class _Referee:
 
     def _alive(self, layer: int | None, phase: int) -> int:
         """Bytes alive now: before the backward, or in a phase of the backward of ``layer``."""
-        kept = sum(self.flights[k] * size for k, size in self.whole.items())
-        kept -= sum(self.held[k][name] for k, name in self.gone)
+        gone = sum(self.held[k][name] for k, name in self.gone)
         rebuilt = sum(self.sizes[name] for _, name in self.again)
-        return kept + rebuilt + (0 if layer is None else self.problem.workspace(phase))
+        return self.kept - gone + rebuilt + (0 if layer is None else self.problem.workspace(phase))
