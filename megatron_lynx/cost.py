@@ -9,12 +9,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from math import ceil
 from typing import Any
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.plan import Window
 
 SCHEMA = 1
+
+GATHERS_INPUT = ("linear_qkv", "linear_fc1")
+"""Linears split by column: their collective comes before the GEMM in the forward and after it in the
+backward; it is the other way round for those split by row."""
+
+
+def gemm_beside(slot: str) -> str:
+    """What Megatron runs beside the collective of a ``bwd`` slot: the region's ``dgrad`` beside the
+    gather of its saved input, its ``wgrad`` beside the reduction of that input's gradient, or nothing."""
+    region, _, part = slot.partition(".")
+    return "dgrad" if part == "gather" else "wgrad" if part == "scatter" or region in GATHERS_INPUT else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +37,7 @@ class LayerCosts:
     that is not a weight gradient) plus ``wgrad_ns`` (the weight-gradient GEMM of a linear).
     ``collective_ns`` has one entry per wait: ``fwd:SLOT`` and ``bwd:SLOT``, with the slots of
     ``gpt.forward_slots`` and ``gpt.backward_slots``. ``contention`` multiplies the time of work
-    that runs while a collective is on the wire.
+    that runs while a collective is on the wire (``overlap``), Megatron's own GEMMs included.
     """
 
     forward_ns: Mapping[str, int]
@@ -44,22 +56,34 @@ class LayerCosts:
         base = self.forward_ns.get(region, 0)
         return round(base * self.contention) if hidden else base
 
-    def window_ns(self, window: Window) -> int:
-        """How long the compute stream would wait in a ``fwd`` or ``bwd`` window.
+    def overlap(self, work_ns: int, wire_ns: int) -> tuple[int, int, int]:
+        """Work g and a collective w that start together: the work's time while the collective is on
+        the wire, its time after that, and what it leaves of the collective.
 
-        What Megatron already runs during the collective is taken off: the weight-gradient GEMM
-        beside the reduction of an input gradient, the input-gradient GEMM beside a gather of the
-        saved input.
+        With contention c: if c g <= w, the work takes c g and leaves w - c g. Else w/c of it is done on
+        the wire and the rest at full speed (rounded up): it takes g + w (1 - 1/c) and leaves nothing.
         """
-        wait = self.collective_ns.get(f"{window.kind}:{window.slot}", 0)
+        slowed = round(work_ns * self.contention)
+        beside = min(slowed, wire_ns)
+        return beside, min(work_ns, ceil((slowed - beside) / self.contention)), wire_ns - beside
+
+    def _beside(self, slot: str) -> tuple[int, int]:
+        """The GEMM beside the collective of a ``bwd`` slot and the collective, each alone."""
+        gemms = {"dgrad": self.dgrad_ns, "wgrad": self.wgrad_ns}.get(gemm_beside(slot), {})
+        return gemms.get(slot.partition(".")[0], 0), self.collective_ns.get(f"bwd:{slot}", 0)
+
+    def slowed_by_ns(self, slot: str) -> int:
+        """How much longer the GEMM takes beside the collective of a ``bwd`` slot than alone:
+        min(c g, g + w (1 - 1/c)) - g."""
+        gemm, wire = self._beside(slot)
+        return sum(self.overlap(gemm, wire)[:2]) - gemm
+
+    def window_ns(self, window: Window) -> int:
+        """How long the compute stream would wait in a ``fwd`` or ``bwd`` window: max(0, w - c g), where
+        g is what Megatron itself runs during the collective (``gemm_beside``)."""
         if window.kind == "fwd":
-            return wait
-        region, _, part = window.slot.partition(".")
-        if part == "gather":
-            return max(0, wait - self.dgrad_ns.get(region, 0))
-        if part == "scatter" or region in ("linear_qkv", "linear_fc1"):
-            return max(0, wait - self.wgrad_ns.get(region, 0))
-        return wait
+            return self.collective_ns.get(f"fwd:{window.slot}", 0)
+        return self.overlap(*self._beside(window.slot))[2]
 
     @property
     def layer_forward_ns(self) -> int:
@@ -69,14 +93,11 @@ class LayerCosts:
 
     @property
     def layer_backward_ns(self) -> int:
-        """A layer's backward without recomputation: compute and what the GEMMs do not cover."""
+        """A layer's backward without recomputation: a collective and the GEMM beside it take
+        max(w, g + w (1 - 1/c)), all else its time."""
         compute = sum(self.dgrad_ns.values()) + sum(self.wgrad_ns.values())
-        waits = 0
-        for name in self.collective_ns:
-            kind, _, slot = name.partition(":")
-            if kind == "bwd":
-                waits += self.window_ns(Window("bwd", 0, slot))
-        return compute + waits
+        slots = [name.removeprefix("bwd:") for name in self.collective_ns if name.startswith("bwd:")]
+        return compute + sum(self.slowed_by_ns(s) + self.window_ns(Window("bwd", 0, s)) for s in slots)
 
 
 _TABLE_TIMES = (

@@ -86,7 +86,7 @@ def estimate_costs(model: Model, parallel: Parallel, batch: Batch, cluster: Clus
         contention=link.contention if parallel.tp > 1 else 1.0,
     )
     embedding = _embedding_times(model, parallel, batch, cluster)
-    head_forward, head_backward, head_window = _head_times(model, parallel, batch, cluster)
+    head_forward, head_backward, head_window = _head_times(model, parallel, batch, cluster, layer)
     pipe = cluster.pipeline_link(parallel.tp, parallel.dp, parallel.pp)
     return CostTable(
         layer=layer,
@@ -300,12 +300,15 @@ def _embedding_times(model: Model, parallel: Parallel, batch: Batch, cluster: Cl
     return forward, backward
 
 
-def _head_times(model: Model, parallel: Parallel, batch: Batch, cluster: Cluster) -> tuple[int, int, int]:
+def _head_times(
+    model: Model, parallel: Parallel, batch: Batch, cluster: Cluster, layer: LayerCosts
+) -> tuple[int, int, int]:
     """Final norm, output layer, vocabulary-parallel loss; and the wait in the backward.
 
     The loss reads the logits, works in fp32 over them about four times, and its backward once;
     it reduces three numbers per token over the tensor-parallel group. The wait is the reduction
-    of the output layer's input gradient, less the weight-gradient GEMM beside it.
+    of the output layer's input gradient, less the weight-gradient GEMM beside it; with sequence
+    parallelism a gather runs beside the input-gradient GEMM (``LayerCosts.overlap``).
     """
     z, device, link = _Sizes.of(model, parallel, batch), cluster.device, cluster.tensor_link(parallel.tp)
     e, tp, vocabulary = model.dtype_bytes, parallel.tp, padded_vocabulary(model, parallel) // parallel.tp
@@ -316,18 +319,12 @@ def _head_times(model: Model, parallel: Parallel, batch: Batch, cluster: Cluster
     wgrad_ns = device.compute_ns(wgrad.flops, wgrad.size_bytes)
     forward = device.compute_ns(0, 2 * z.hidden) + gemm_ns
     forward += device.compute_ns(0, logits * (e + 4)) + 3 * device.compute_ns(0, logits * 8)
-    forward += 3 * link.all_reduce_ns(4 * z.tokens, tp)
-    wait = link.all_reduce_ns(z.gathered, tp)
-    covered = wgrad_ns
-    exposed_gather = 0
-    if parallel.sequence_parallel:
-        wait = link.gather_ns(z.gathered, tp)
-        forward += wait
-        exposed_gather = max(0, wait - gemm_ns)
-    window = max(0, wait - covered)
-    backward = device.compute_ns(0, logits * (e + 8)) + gemm_ns + wgrad_ns
-    backward += device.compute_ns(0, 3 * z.hidden) + exposed_gather + window
-    return forward, backward, window
+    gather = link.gather_ns(z.gathered, tp) if parallel.sequence_parallel else 0
+    forward += 3 * link.all_reduce_ns(4 * z.tokens, tp) + gather
+    reduced = layer.overlap(wgrad_ns, gather or link.all_reduce_ns(z.gathered, tp))
+    backward = device.compute_ns(0, logits * (e + 8)) + device.compute_ns(0, 3 * z.hidden)
+    backward += sum(layer.overlap(gemm_ns, gather)) + sum(reduced)
+    return forward, backward, reduced[2]
 
 
 def padded_vocabulary(model: Model, parallel: Parallel) -> int:

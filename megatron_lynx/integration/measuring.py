@@ -73,8 +73,6 @@ def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
         with silent_collectives():
             forward, dgrad, wgrad = _run_layer(chunks, layer, model, parallel, batch)
         ends = ends_ns(chunks, model, parallel, batch)
-        if parallel.tp > 1 and not parallel.sequence_parallel:
-            ends["head_window_ns"] = _head_window_ns(chunks, collectives["bwd:linear_fc1"], batch)
         costs = LayerCosts(
             forward_ns=forward,
             dgrad_ns=dgrad,
@@ -82,6 +80,8 @@ def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
             collective_ns=collectives,
             contention=contention,
         )
+        if parallel.tp > 1 and not parallel.sequence_parallel:
+            ends["head_window_ns"] = _head_window_ns(chunks, costs, batch)
         p2p = _transfer(layer, model, parallel, batch)
     graph = layer_graph(model, parallel, batch)
     table = CostTable(layer=costs, p2p_ns=p2p, graph=graph.fingerprint(), source="measured on one layer")
@@ -253,13 +253,15 @@ def _collectives(layer: Any, model: Model, parallel: Parallel, batch: Batch) -> 
     return found, max(contention, more)
 
 
-def _head_window_ns(chunks: Sequence[Any], reduce_ns: int, batch: Batch) -> int:
-    """How long the last stage waits for the output layer's input gradient beyond the GEMM beside it."""
+def _head_window_ns(chunks: Sequence[Any], costs: LayerCosts, batch: Batch) -> int:
+    """How long the last stage waits for the output layer's input gradient beyond the GEMM beside it, which
+    the reduction slows as it does in a layer (``LayerCosts.overlap``)."""
     for chunk in chunks:
         if chunk.post_process:
             weight = chunk.shared_embedding_or_output_weight()
             weight = chunk.output_layer.weight if weight is None else weight
-            return max(0, reduce_ns - wgrad_ns(batch.seq_length * batch.micro_batch_size, weight, bias=False))
+            gemm_ns = wgrad_ns(batch.seq_length * batch.micro_batch_size, weight, bias=False)
+            return costs.overlap(gemm_ns, costs.collective_ns["bwd:linear_fc1"])[2]
     return 0
 
 

@@ -4,14 +4,15 @@ The rules, window by window:
 
 1. A forward pass that serves a backward pass (``schedule.serves``) rebuilds, while it waits for
    its own collectives, what the plan puts into the windows at the same place of the chunk that it
-   serves. Work takes ``contention`` times as
-   long while the collective is on the wire; what is left when the collective ends runs on at full
-   speed and is exposed.
+   serves. Work takes ``contention`` times as long while the collective is on the wire; what is left
+   when the collective ends runs on at full speed and is exposed (``LayerCosts.overlap``).
 2. Before a backward that receives a gradient, as soon as the rank is free: what the plan puts into
    the stall, and what should have been rebuilt in forward windows that did not open (there are
    none in the cooldown). It hides behind the wait for the gradient as far as that lasts.
-3. In the backward, windows as in rule 1. Whatever a region's backward finds missing is rebuilt on
-   demand, with what that needs; a collective inside a rebuild is always exposed.
+3. In the backward, windows as in rule 1. A GEMM that Megatron itself runs beside a collective is
+   slowed by the same rule, and the window is what it leaves of the collective. Whatever a region's
+   backward finds missing is rebuilt on demand, with what that needs; a collective inside a rebuild
+   is always exposed.
 4. A dropped region that nobody needs (the end of a layer in Megatron's full recompute) is run when
    its layer's backward begins.
 5. When a storage is freed, ``ledger`` says. While a phase of a layer's backward runs, its workspace is
@@ -20,18 +21,12 @@ The rules, window by window:
 
 from __future__ import annotations
 
-from math import ceil
-
-from megatron_lynx.cost import CostTable
+from megatron_lynx.cost import GATHERS_INPUT, CostTable, gemm_beside
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.plan import StagePlan, Window
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.simulator.ledger import GraphIndex, Ledger
 from megatron_lynx.simulator.passes import Clock, Cursor, Pass
-
-GATHERS_INPUT = ("linear_qkv", "linear_fc1")
-"""Linears that are split by column: their collective in the forward comes before the GEMM, the one
-in the backward after it; it is the other way round for those that are split by row."""
 
 Due = tuple[tuple[int, str], ...]
 """(layer, region) pairs to rebuild."""
@@ -66,6 +61,8 @@ class StageWalk:
         self.plan, self.table, self.costs = plan, table, table.layer
         self.index = graph if isinstance(graph, GraphIndex) else GraphIndex(graph)
         self.workspace_bytes, self.fine = workspace_bytes, fine
+        waits = [name.removeprefix("bwd:") for name in self.costs.collective_ns if name.startswith("bwd:")]
+        self._slots = {(slot.partition(".")[0], gemm_beside(slot)): slot for slot in waits}
         self._cursor = Clock if timed_only else Cursor
         self._last_stage = plan.stage == stages - 1
         self._due = plan.windows()
@@ -198,21 +195,11 @@ class StageWalk:
                 cursor.memory(-self._workspace(phase), kinds.WORKSPACE, layer, "")
                 phase += 1
                 cursor.memory(self._workspace(phase), kinds.WORKSPACE, layer, "")
-            waits, column = costs.collective_ns, region in GATHERS_INPUT
-            if f"bwd:{region}" in waits and not column:
-                self._tensor_wait(cursor, layer, region, ledger, cursor.now_ns)
+            self._part(cursor, layer, region, "", ledger, 0)
             for _, producer in index.saved[region]:
                 self._demand(cursor, layer, producer, ledger)
-            start = cursor.now_ns
-            cursor.run(kinds.BACKWARD, costs.dgrad_ns.get(region, 0), layer, region)
-            if f"bwd:{region}.gather" in waits:
-                self._tensor_wait(cursor, layer, f"{region}.gather", ledger, start)
-            start = cursor.now_ns
-            cursor.run(kinds.BACKWARD, costs.wgrad_ns.get(region, 0), layer, region)
-            if f"bwd:{region}" in waits and column:
-                self._tensor_wait(cursor, layer, region, ledger, start)
-            if f"bwd:{region}.scatter" in waits:
-                self._tensor_wait(cursor, layer, f"{region}.scatter", ledger, start)
+            self._part(cursor, layer, region, "dgrad", ledger, costs.dgrad_ns.get(region, 0))
+            self._part(cursor, layer, region, "wgrad", ledger, costs.wgrad_ns.get(region, 0))
             self._free(cursor, ledger.backward(layer, region), layer, region)
         for region in self._plans[layer].dropped:
             if ledger.is_due(layer, region):
@@ -220,15 +207,23 @@ class StageWalk:
         self._free(cursor, ledger.end_phase(layer, len(index.graph.cuts)), layer, "")
         cursor.memory(-self._workspace(phase), kinds.WORKSPACE, layer, "")
 
+    def _part(
+        self, cursor: Cursor, layer: int, region: str, part: str, ledger: Ledger, alone_ns: int
+    ) -> None:
+        """A part of a region's backward and, if there is one, the collective launched before it and its
+        window. The empty part is what comes first: a wait with nothing beside it."""
+        slot, launched = self._slots.get((region, part)), cursor.now_ns
+        if slot is None:
+            cursor.run(kinds.BACKWARD, alone_ns, layer, region)
+            return
+        cursor.run(kinds.BACKWARD, alone_ns + self.costs.slowed_by_ns(slot), layer, region)
+        window = Window("bwd", layer, slot)
+        self._window(cursor, window, ledger, self.costs.window_ns(window), launched)
+
     def _workspace(self, phase: int) -> int:
         return self.workspace_bytes[phase] if phase < len(self.workspace_bytes) else 0
 
     # Windows and rebuilding
-
-    def _tensor_wait(self, cursor: Cursor, layer: int, slot: str, ledger: Ledger, launched_ns: int) -> None:
-        """The window of a collective in the backward that was launched at ``launched_ns``."""
-        window = Window("bwd", layer, slot)
-        self._window(cursor, window, ledger, self.costs.window_ns(window), launched_ns)
 
     def _window(
         self,
@@ -282,10 +277,8 @@ class StageWalk:
         cursor.memory(taken, owner, layer, region)
         left = costs.rebuild_ns(region, hidden=False)
         if cursor.now_ns < until_ns and not communicates:
-            contended = costs.rebuild_ns(region, hidden=True)
-            hidden = min(contended, until_ns - cursor.now_ns)
+            hidden, left, _ = costs.overlap(left, until_ns - cursor.now_ns)
             cursor.run(kinds.HIDDEN, hidden, layer, region)
-            left = min(left, ceil((contended - hidden) / costs.contention))
         elif communicates:
             left += costs.collective_ns.get(f"fwd:{region}", 0)
         cursor.run(kind, left, layer, region)

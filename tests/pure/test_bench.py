@@ -191,6 +191,6 @@ def test_findings_compare_with_stock_and_with_windows_off() -> None:
     full = "1.46x as fast as full recomputation (1.50x would be all of it hidden),"
     assert f"+2.5% against none, {full}" in text
     assert "its windows bring 1.24x" in text
-    assert "backward hold 13 ms of work" in text  # 10 - 6 and 9
+    assert "backward hold 10 ms of work" in text  # 10 - 1.5 * 6 and 9
     assert "takes 8 ms, or 12 ms beside a collective" in text  # linear_proj needs a collective
     assert "that a stock method beats in both: none" in text

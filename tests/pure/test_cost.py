@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lynx.cost import CostTable, LayerCosts
+from megatron_lynx.cost import CostTable, LayerCosts, gemm_beside
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import dgrad_work, estimate_costs, forward_work, padded_vocabulary, wgrad_work
 from megatron_lynx.footprint import (
@@ -38,27 +38,76 @@ COSTS = LayerCosts(
         "bwd:linear_fc1": 300,
         "bwd:linear_qkv": 50,
         "bwd:linear_fc2": 40,
-        "bwd:linear_fc1.gather": 250,
-        "bwd:linear_fc1.scatter": 250,
     },
     contention=1.5,
+)
+SEQUENCE = replace(
+    COSTS,
+    collective_ns={
+        "bwd:linear_proj": 40,
+        "bwd:linear_fc1.gather": 350,
+        "bwd:linear_fc1.scatter": 250,
+        "bwd:linear_qkv.gather": 100,
+        "bwd:linear_qkv.scatter": 150,
+    },
 )
 
 
 @pytest.mark.parametrize(
-    ("window", "length"),
+    ("costs", "window", "length", "slowed_by", "uncontended"),
     [
-        (Window("fwd", 0, "linear_proj"), 300),
-        (Window("bwd", 0, "linear_fc1"), 300 - 190),
-        (Window("bwd", 0, "linear_qkv"), 0),
-        (Window("bwd", 0, "linear_fc2"), 40),
-        (Window("bwd", 0, "linear_fc1.gather"), 250 - 210),
-        (Window("bwd", 0, "linear_fc1.scatter"), 250 - 190),
-        (Window("fwd", 0, "linear_fc2"), 0),
+        (COSTS, Window("fwd", 0, "linear_proj"), 300, 0, 300),
+        (COSTS, Window("fwd", 0, "linear_fc2"), 0, 0, 0),
+        (COSTS, Window("bwd", 0, "linear_fc2"), 40, 0, 40),
+        (COSTS, Window("bwd", 0, "linear_fc1"), 300 - 285, 285 - 190, 300 - 190),
+        (COSTS, Window("bwd", 0, "linear_qkv"), 0, 17, 0),  # 33.3 of 90 done in 50: 50 / 3 more
+        (SEQUENCE, Window("bwd", 0, "linear_proj"), 40, 0, 40),
+        (SEQUENCE, Window("bwd", 0, "linear_fc1.gather"), 350 - 315, 315 - 210, 350 - 210),
+        (SEQUENCE, Window("bwd", 0, "linear_fc1.scatter"), 0, 84, 250 - 190),  # 250 / 3
+        (SEQUENCE, Window("bwd", 0, "linear_qkv.gather"), 0, 34, 0),  # 100 / 3
+        (SEQUENCE, Window("bwd", 0, "linear_qkv.scatter"), 150 - 135, 135 - 90, 150 - 90),
     ],
 )
-def test_a_window_is_what_megatron_leaves_of_a_wait(window: Window, length: int) -> None:
-    assert COSTS.window_ns(window) == length
+def test_a_window_is_what_megatron_leaves_of_a_wait(
+    costs: LayerCosts, window: Window, length: int, slowed_by: int, uncontended: int
+) -> None:
+    """With contention 1.5: one and a half times the GEMM beside it, if that is shorter than the wait."""
+    alone = replace(costs, contention=1.0)
+    assert (costs.window_ns(window), alone.window_ns(window)) == (length, uncontended)
+    if window.kind == "bwd":
+        assert (costs.slowed_by_ns(window.slot), alone.slowed_by_ns(window.slot)) == (slowed_by, 0)
+
+
+def test_which_gemm_runs_beside_which_collective() -> None:
+    """The two linears that are split by row have none: their gather comes before any work."""
+    plain, sequence = (Parallel(tp=2, sequence_parallel=sp) for sp in (False, True))
+    assert {slot: gemm_beside(slot) for slot in backward_slots(plain)} == {
+        "linear_fc1": "wgrad",
+        "linear_qkv": "wgrad",
+    }
+    assert {slot: gemm_beside(slot) for slot in backward_slots(sequence)} == {
+        "linear_fc2": "",
+        "linear_fc1.gather": "dgrad",
+        "linear_fc1.scatter": "wgrad",
+        "linear_proj": "",
+        "linear_qkv.gather": "dgrad",
+        "linear_qkv.scatter": "wgrad",
+    }
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.floats(1.0, 3.0))
+def test_work_beside_a_collective(work: int, wire: int, contention: float) -> None:
+    """min(c g, g + w (1 - 1/c)) for the work, max(w, g + w (1 - 1/c)) for both, to a nanosecond or two."""
+    beside, after, idle = replace(COSTS, contention=contention).overlap(work, wire)
+    slowed = work + wire * (1 - 1 / contention)
+    assert beside + after == pytest.approx(min(contention * work, slowed), abs=2)
+    assert beside + after + idle == pytest.approx(max(wire, slowed), abs=2)
+    assert beside + idle == wire
+    assert after == 0 or idle == 0
+    assert beside + after >= work
+    assert COSTS.overlap(work, 0) == (0, work, 0)
+    plain = replace(COSTS, contention=1.0).overlap(work, wire)
+    assert plain == (min(work, wire), max(0, work - wire), max(0, wire - work))
 
 
 def test_hidden_work_takes_longer() -> None:
@@ -66,7 +115,10 @@ def test_hidden_work_takes_longer() -> None:
     assert COSTS.rebuild_ns("linear_qkv", hidden=True) == 150
     assert COSTS.rebuild_ns("unknown", hidden=True) == 0
     assert COSTS.layer_forward_ns == 100 + 200 + 300
-    assert COSTS.layer_backward_ns == 110 + 210 + 90 + 190 + 110 + 0 + 40 + 40 + 60
+    compute = 110 + 210 + 90 + 190
+    assert COSTS.layer_backward_ns == compute + (300 - 190) + 17 + 40
+    assert SEQUENCE.layer_backward_ns == compute + 40 + (350 - 210) + 84 + 34 + (150 - 90)
+    assert replace(COSTS, contention=1.0).layer_backward_ns == compute + (300 - 190) + 0 + 40
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -135,6 +187,27 @@ def test_collectives_by_hand() -> None:
     batch = Batch(seq_length=1000, micro_batch_size=1, global_batch_size=1)
     table = estimate_costs(model, Parallel(tp=4), batch, TOY)
     assert set(table.layer.collective_ns.values()) == {61_440}  # 1000 * 2048 * 2 B * 1.5 / 100 GB/s
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("bandwidth", [100, 400, 1600])
+def test_the_heads_gemms_are_slowed_beside_its_collectives(sequence_parallel: bool, bandwidth: int) -> None:
+    """The toy device and a link that slows compute by half: the window shrinks, or is gone."""
+    model, parallel = load_model("gpt-1.3b"), Parallel(tp=4, sequence_parallel=sequence_parallel)
+    batch = Batch(seq_length=1000, micro_batch_size=1, global_batch_size=1)
+    node = replace(TOY.node, bytes_per_second=bandwidth * 10**7)
+    plain = estimate_costs(model, parallel, batch, replace(TOY, node=node))
+    slow = estimate_costs(model, parallel, batch, replace(TOY, node=replace(node, contention=1.5)))
+    wire = plain.layer.collective_ns["bwd:linear_fc1.scatter" if sequence_parallel else "bwd:linear_fc1"]
+    vocabulary, h, s = padded_vocabulary(model, parallel) // 4, 2048, 1000
+    dgrad = TOY.device.compute_ns(2 * s * h * vocabulary, 2 * (s * h + h * vocabulary + s * vocabulary))
+    wgrad = TOY.device.compute_ns(2 * s * h * vocabulary, 2 * s * (h + vocabulary) + 8 * h * vocabulary)
+    assert plain.head_window_ns == max(0, wire - wgrad)
+    assert slow.head_window_ns == max(0, wire - round(1.5 * wgrad))
+    pairs = [wgrad, dgrad] if sequence_parallel else [wgrad]
+    more = [max(wire, gemm + wire / 3) - max(wire, gemm) for gemm in pairs]
+    assert slow.head_backward_ns - plain.head_backward_ns == pytest.approx(sum(more), abs=len(pairs))
+    assert slow.head_forward_ns == plain.head_forward_ns
 
 
 @given(st.integers(0, 10**12), st.integers(0, 10**9), st.floats(1.0, 3.0))

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_lynx.cost import CostTable, LayerCosts
+from megatron_lynx.gpt import backward_slots, forward_slots
 from megatron_lynx.graph import LayerGraph, Region, Storage
+from megatron_lynx.plan import Window
 from megatron_lynx.simulator.engine import SimJob, simulate
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.simulator.walk import StageWalk
@@ -37,6 +39,56 @@ def test_without_recomputation_a_pass_is_its_layers_and_ends() -> None:
     assert last.forward(0).body_ns == 2 * costs.layer_forward_ns + 60
     assert last.backward(0).body_ns == 2 * costs.layer_backward_ns + 120
     assert first.backward(0).early_ns == 0
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "wait", "layer_ns"),
+    [
+        # A layer's compute is 275. Contention 2: a GEMM of g is slowed to min(2 g, g + wait / 2).
+        (False, 100, 275 + (100 - 40) + (100 - 30)),  # 2 * 40 and 2 * 30 fit into the wait
+        (False, 70, 275 + 70 // 2 + (70 - 30)),  # 2 * 40 does not: 40 + 35; 2 * 30 does
+        (False, 20, 275 + 2 * 20 // 2),
+        (True, 100, 275 + 2 * 100 + 2 * (100 - 40) + 2 * (100 - 30)),
+        (True, 70, 275 + 2 * 70 + 2 * 70 // 2 + 2 * (70 - 30)),
+        (True, 20, 275 + 2 * 20 + 4 * 20 // 2),
+    ],
+)
+def test_a_gemm_beside_a_collective_is_slowed(sequence_parallel: bool, wait: int, layer_ns: int) -> None:
+    """Nothing is recomputed: the step is what the costs say of a layer."""
+    assert LAYER_BACKWARD == 275
+    parallel = Parallel(tp=2, sequence_parallel=sequence_parallel)
+    table = table_of(parallel, wait=wait, contention=2.0, ends=False)
+    job = job_of(parallel, 3, table=table)
+    layer = table.layer
+    assert layer.layer_backward_ns == layer_ns
+    timeline = simulate(job)
+    assert timeline.makespan_ns == 3 * 2 * (layer.layer_forward_ns + layer.layer_backward_ns)
+    windows = sum(layer.window_ns(Window("bwd", 0, slot)) for slot in backward_slots(parallel))
+    totals = timeline.totals_ns(0)
+    assert totals["backward"] == 3 * 2 * (layer_ns - windows), "the GEMMs, slowed"
+    assert totals["wait"] == 3 * 2 * (windows + len(forward_slots(parallel)) * wait)
+
+
+@pytest.mark.parametrize("contention", [1.0, 1.3, 1.45])
+@pytest.mark.parametrize("wait", [0, 7, 33, 46, 52, 90])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_backward_takes_what_the_costs_say(sequence_parallel: bool, wait: int, contention: float) -> None:
+    parallel = Parallel(tp=2, sequence_parallel=sequence_parallel)
+    job = job_of(parallel, 1, table=table_of(parallel, wait=wait, contention=contention))
+    walk = StageWalk(job.stages[0], job.graph, job.table, 1)
+    ends = 9 + 120
+    assert walk.backward(0).body_ns == 2 * job.table.layer.layer_backward_ns + ends
+
+
+def test_work_in_a_window_begins_when_the_slowed_gemm_is_over() -> None:
+    """80 of 100 are taken by fc1's weight gradient at half speed; 20 do 10 of the attention's 20."""
+    parallel = Parallel(tp=2)
+    job = job_of(parallel, 1, table=table_of(parallel, wait=100, contention=2.0, ends=False))
+    kept = job.stages[0]
+    early = stage_plan(0, kept.chunks, {"core_attention": "bwd:1:linear_fc1"}).layers[0]
+    again = replace(job, stages=(replace(kept, layers=(early, kept.layers[1])),))
+    assert _recomputed(_totals(again, 0)) == (20, 0, 10)
+    assert simulate(again).makespan_ns == simulate(job).makespan_ns + 10
 
 
 def test_forward_windows_hide_what_fits() -> None:
