@@ -5,6 +5,7 @@ Glossary (r a region, j a slot, that is a window in its place in the order):
   by[r][j]   1 if r is dropped and rebuilt in slot j or before; absent where r may not go into j
   early[r,j] 1 if r is run again on demand before the layer's own slot j opens
   asked[r,p] 1 if r is run again on demand in phase p of the layer's own backward or before
+With ``count`` a block stands for so many layers, and its variables for sums over them.
 A slot belongs to a level, a point at which memory is counted; the last levels are the phases of the
 layer's own backward. Sizes are in a unit that ``Scale`` chooses, times in microseconds.
 """
@@ -75,7 +76,9 @@ class Slot:
 
 
 class Block:
-    """The variables and rows of one layer (or of a policy for several)."""
+    """The variables and rows of one layer, of a policy for several, or (``count``) of several layers
+    summed up, which is a relaxation: fit for a bound, and then ``loose`` leaves rows out that cost
+    much and say little."""
 
     def __init__(
         self,
@@ -86,16 +89,18 @@ class Block:
         *,
         soft: bool,
         loose: bool = False,
+        count: int = 1,
     ) -> None:
         self.model, self.problem, self.slots, self.levels = model, problem, tuple(slots), levels
+        self.count = count
         self.names = candidates(problem.graph)
         self.order = {name: i for i, name in enumerate(problem.graph.names)}
-        self.drop = {name: model.variable() for name in self.names}
+        self.drop = {name: self._variable() for name in self.names}
         self.work = {name: [self._work(name, slot) for slot in self.slots] for name in self.names}
         self.by: dict[str, list[int | None]] = {}
         for name in self.names:
             self.by[name] = [
-                model.variable() if self._may(name, j, soft) else None for j in range(len(self.slots))
+                self._variable() if self._may(name, j, soft) else None for j in range(len(self.slots))
             ]
         self.edges = [
             (source, name)
@@ -117,6 +122,9 @@ class Block:
         self._demands()
         if not loose:
             self._early()
+
+    def _variable(self, *, integer: bool = True) -> int:
+        return self.model.variable(upper=self.count, integer=integer)
 
     def _work(self, name: str, slot: Slot) -> int:
         return self.problem.costs.rebuild_ns(name, hidden=not slot.idle)
@@ -170,7 +178,7 @@ class Block:
                 if variable is not None:
                     self.model.row(
                         [(variable, 1.0), (self.drop[source], 1.0), *minus(self.before(source, j + 1))],
-                        at_most=1.0,
+                        at_most=self.count,
                     )
 
     def _early(self) -> None:
@@ -185,14 +193,14 @@ class Block:
                 readers = [early[r] for source, r in self.edges if source == name and r in early]
                 if not needed and not readers:
                     continue
-                early[name] = self.model.variable(integer=False)
+                early[name] = self._variable(integer=False)
                 here = [(early[name], -1.0), *self.on_demand(name)]
                 if needed:
                     self.model.row(here, at_most=0.0)
                 for reader in readers:
-                    self.model.row([*here, (reader, 1.0)], at_most=1.0)
+                    self.model.row([*here, (reader, 1.0)], at_most=self.count)
                     late = [*self.before(name, len(self.slots)), *minus(self.before(name, j))]
-                    self.model.row([*late, (reader, 1.0)], at_most=1.0)
+                    self.model.row([*late, (reader, 1.0)], at_most=self.count)
 
     def _demands(self) -> None:
         """asked[r,p], where that is not settled by the phase alone: 1 exactly if r is dropped and in no
@@ -202,12 +210,12 @@ class Block:
                 readers = [r for source, r in self.edges if source == name and self._asked(r, phase)]
                 if phase >= self.latest[name] or not readers:
                     continue
-                asked = self.asked[name, phase] = self.model.variable(integer=False)
+                asked = self.asked[name, phase] = self._variable(integer=False)
                 self.model.row([(asked, 1.0), *minus(self.on_demand(name))], at_most=0.0)
                 some: list[Term] = [(asked, 1.0)]
                 for reader in readers:
                     terms = self._asked(reader, phase)
-                    self.model.row([*self.on_demand(name), *terms, (asked, -1.0)], at_most=1.0)
+                    self.model.row([*self.on_demand(name), *terms, (asked, -1.0)], at_most=self.count)
                     some += minus(terms)
                 self.model.row(some, at_most=0.0)
 
@@ -230,7 +238,7 @@ class Block:
                 continue
             size, producer = scale.size(storage.size_bytes), storage.producer
             if storage.saved_by:
-                constant += size
+                constant += size * self.count
                 terms += [(self.drop[producer], -size)] if producer in self.drop else []
                 continue
             readers = [r for r in self.problem.graph.readers(storage.name) if r in self.drop]
@@ -241,7 +249,7 @@ class Block:
     def _held(self, storage: Storage, readers: list[str]) -> int:
         """1 if a storage that no backward reads is kept for a dropped region."""
         if storage.name not in self.passed:
-            held = self.passed[storage.name] = self.model.variable(integer=False)
+            held = self.passed[storage.name] = self._variable(integer=False)
             gone = [(self.drop[storage.producer], -1.0)] if storage.producer in self.drop else []
             for reader in readers:
                 self.model.row([(self.drop[reader], 1.0), *gone, (held, -1.0)], at_most=0.0)
@@ -304,10 +312,10 @@ class Block:
         readers = [r for r in readers if phase <= self.latest[r]]
         if not readers:
             return []
-        held = self.model.variable(integer=False)
+        held = self._variable(integer=False)
         for reader in readers:
             terms = [*here, (self.drop[reader], 1.0), *minus(over(reader)), (held, -1.0)]
-            self.model.row(terms, at_most=1.0)
+            self.model.row(terms, at_most=self.count)
         return [(held, size)]
 
     # Reading and writing ------------------------------------------------------------------------

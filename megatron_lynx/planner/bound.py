@@ -1,9 +1,10 @@
-"""A lower bound on ``opt`` that usually closes the gap: the same program with its windows pooled.
+"""A lower bound on ``opt`` that usually closes the gap: the same program with its layers summed up.
 
-All forward windows are one pool, and so are all backward windows that come before a layer's own
-backward; what is rebuilt in those is counted only from the backward just before. Every plan is a
-solution of this program at the same cost, so its optimum is a bound; it is small, since a layer sees
-five slots and not dozens.
+The layers of a stage are alike, so plans that only swap layers cost the same, and a program with a
+variable for each layer spends its time on telling them apart. Here each chunk has two blocks: its last
+layer, whose backward comes first, and all others as one, with counts for variables. All forward windows
+are one pool, and so are the backward windows; memory is counted in the first backward of each chunk,
+where it peaks. Every plan is a solution of this program at the same cost, so its optimum is a bound.
 
 A pool alone would let a region be split over two windows. Where few regions fit into one window,
 ``patterns`` says how windows can be filled, and the number of windows filled each way is a variable.
@@ -12,117 +13,108 @@ A pool alone would let a region be split over two windows. Where few regions fit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_lynx.plan import Window
 from megatron_lynx.planner.block import Block, Scale, Slot, Term, minus
-from megatron_lynx.planner.milp import HALF_NS_IN_US
+from megatron_lynx.planner.milp import HALF_NS_IN_US, Model, Solution
 from megatron_lynx.planner.price import candidates
-from megatron_lynx.planner.stage_model import StageModel
+from megatron_lynx.planner.problem import StageProblem
+from megatron_lynx.planner.result import SolveOptions
+from megatron_lynx.planner.stage_model import ONE_NS, ONE_UNIT, scaled
 
 MOST_PATTERNS = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """The key of a pooled slot of a chunk: ``forward``, ``stall``, ``head``, ``backward`` before a layer, or
-    a layer's ``own`` windows."""
+class _Chunk:
+    """The blocks of one chunk: its last layer, and the others (None if there are none)."""
 
-    kind: str
-    chunk: int
+    first: Block
+    rest: Block | None
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return (self.first,) if self.rest is None else (self.first, self.rest)
 
 
-class PooledModel(StageModel):
-    """StageModel with pooled windows; only its bound is of use."""
+class BoundModel:
+    """The program of a stage with its layers summed up. With ``budget`` it bounds the time, without it
+    the peak, in units of ``scale``."""
 
-    def _scale(self) -> Scale:
-        return Scale.of(self.problem, down=True)
+    def __init__(self, problem: StageProblem, options: SolveOptions, *, budget: bool) -> None:
+        self.problem, self.options = problem, options
+        self.model, self.scale = Model(), Scale.of(problem, down=True)
+        self.step = ONE_NS if budget else ONE_UNIT
+        slots = problem.backward_slots
+        self.caps = [problem.capacity_ns(Window("bwd", 0, slot)) for slot in slots]
+        self.chunks = {number: self._chunk(number) for number, layers in enumerate(problem.chunks) if layers}
+        self.peak = None if budget else self.model.variable(1.0, upper=math.inf, integer=False)
+        for chunk in self.chunks.values() if budget else ():
+            for block in chunk.blocks:
+                for name in block.names:
+                    for variable, factor in block.on_demand(name):
+                        self.model.costs[variable] += factor * problem.demand_ns(name) / 1000
+        for number in self.chunks:
+            self._capacities(number, budget)
+        for number in range(len(problem.chunks)):
+            self._memory(number)
 
-    def _block(self, layer: int) -> Block:
-        number = self.problem.chunk_of(layer)
-        chunk, before = self.problem.chunks[number], self.before[number]
-        slots: list[Slot] = []
-        forwards = [self.problem.capacity_ns(w) for w in self.forwards[number]]
-        start = before - len(self.idle[number])
-        if forwards:
-            # One slot at the first forward level: rebuilt early or late, alive at the end of it.
-            slots.append(Slot(Pool("forward", number), start - 1, max(forwards)))
-        for i, window in enumerate(self.idle[number]):
-            room, idle = self.problem.capacity_ns(window), window.kind == "stall"
-            slots.append(Slot(Pool(window.kind, number), start + i, room, idle=idle))
-        behind = chunk[-1] - layer
-        widest = max(self._backward_caps(), default=0)
-        own_level = before + behind * self.problem.phases
-        if behind:
-            slots.append(Slot(Pool("backward", number), own_level - 1, widest))
-        own = self.problem.backward_slots[0].partition(".")[0] if self.problem.backward_slots else ""
-        if own:
-            last = max(self.problem.phase_of(Window("bwd", 0, s)) for s in self.problem.backward_slots)
-            slots.append(Slot(Pool("own", number), own_level + last, widest, own=own))
-        levels = own_level + self.problem.phases
-        return Block(self.model, self.problem, slots, levels, soft=self.options.soft, loose=True)
+    def _chunk(self, number: int) -> _Chunk:
+        count = len(self.problem.chunks[number]) - 1
+        return _Chunk(self._block(number, 0), self._block(number, count) if count else None)
 
-    def _alive(self, layer: int, level: int) -> list[Term]:
-        """In a pool, what passes through may come and go before others come: count what stays."""
-        block, number = self.blocks[layer], self.problem.chunk_of(layer)
-        if level >= block.own:
-            return block.alive(level, self.scale, done=block.levels)
-        before = self.before[number]
-        pooled = level >= before or level == before - len(self.idle[number]) - 1
-        return block.alive(level, self.scale, done=level + pooled)
+    def _block(self, number: int, others: int) -> Block:
+        """The last layer's block, or that of ``others``; its slots are pools."""
+        problem, slots = self.problem, list[Slot]()
+        windows = problem.windows(number)
+        rooms = {kind: [problem.capacity_ns(w) for w in windows if w.kind == kind] for kind in ("fwd", "bwd")}
+        if rooms["fwd"]:
+            slots.append(Slot("fwd", 0, max(rooms["fwd"])))
+        level = 1
+        for window in windows:
+            if window.kind in ("stall", "head"):
+                idle = window.kind == "stall"
+                slots.append(Slot(window.kind, level, problem.capacity_ns(window), idle=idle))
+                level += 1
+        if any(self.caps):
+            if others:
+                slots.append(Slot("bwd", level, max(self.caps)))
+            at = [Window("bwd", 0, slot) for slot in problem.backward_slots]
+            own = level + (others > 0) + max(map(problem.phase_of, at))
+            slots.append(Slot("own", own, max(self.caps), own=at[0].slot.partition(".")[0]))
+        levels = level + (others > 0) + problem.phases
+        soft = self.options.soft
+        return Block(self.model, problem, slots, levels, soft=soft, loose=True, count=max(1, others))
 
-    def _backward_caps(self) -> list[int]:
-        window_ns = self.problem.costs.window_ns
-        return [window_ns(Window("bwd", 0, slot)) for slot in self.problem.backward_slots]
-
-    def _capacities(self, budget: bool) -> None:
-        """Forward pools, stall, head; backward windows summed up from the first backward on."""
-        soft, each = self.options.soft, sum(self._backward_caps())
-        loads: dict[Pool, list[Term]] = {}
-        for layer in self.problem.backward_order:
-            block = self.blocks[layer]
+    def _capacities(self, number: int, budget: bool) -> None:
+        """Forward pool, stall, head, and the backward windows: those of the last layer, and all."""
+        chunk, each = self.chunks[number], sum(self.caps)
+        loads: dict[str, list[Term]] = {}
+        for block in chunk.blocks:
             for j, slot in enumerate(block.slots):
-                assert isinstance(slot.key, Pool)
-                loads.setdefault(slot.key, []).extend(block.load_us(j))
-                if slot.key.kind == "own":
-                    self._backward_row(layer, loads, each, budget)
-        for pool, terms in loads.items():
-            if pool.kind in ("own", "backward") or not terms:
-                continue
-            self._fill(terms, self._pool_ns(pool), budget)
-            if pool.kind == "forward" and not soft:
-                self._patterns(pool)
+                kind = "bwd" if slot.key == "own" else str(slot.key)
+                loads.setdefault(kind, []).extend(block.load_us(j))
+            if block is chunk.first and "bwd" in loads and not self.options.soft:
+                self.model.row(loads["bwd"], at_most=each / 1000 + HALF_NS_IN_US)
+        for kind, terms in loads.items():
+            windows = [w for w in self.problem.windows(number) if w.kind == kind]
+            room = sum(map(self.problem.capacity_ns, windows))
+            if self.options.soft:
+                price = budget / self.problem.slowdown(kind)
+                terms = [*terms, (self.model.variable(price, upper=math.inf, integer=False), -1.0)]
+            self.model.row(terms, at_most=room / 1000 + HALF_NS_IN_US)
+        if "fwd" in loads and not self.options.soft:
+            self._patterns(number)
 
-    def _backward_row(self, layer: int, loads: dict[Pool, list[Term]], each: int, budget: bool) -> None:
-        """What backward windows do for layers down to this one fits into those down to it."""
-        number = self.problem.chunk_of(layer)
-        done = self.problem.chunks[number][-1] - layer + 1
-        terms = [*loads.get(Pool("own", number), []), *loads.get(Pool("backward", number), [])]
-        if terms:
-            self._fill(terms, done * each, budget)
-
-    def _fill(self, terms: list[Term], capacity_ns: int, budget: bool) -> None:
-        if self.options.soft:
-            terms = [*terms, (self.excess(budget), -1.0)]
-        self.model.row(terms, at_most=capacity_ns / 1000 + HALF_NS_IN_US)
-
-    def excess(self, budget: bool) -> int:
-        """A variable for work beyond a window, in microseconds."""
-        return self.model.variable(budget / self.problem.costs.contention, upper=math.inf, integer=False)
-
-    def _pool_ns(self, pool: Pool) -> int:
-        if pool.kind == "forward":
-            return sum(self.problem.capacity_ns(w) for w in self.forwards[pool.chunk])
-        return self.problem.stall_ns if pool.kind == "stall" else self.problem.head_ns
-
-    def _patterns(self, pool: Pool) -> None:
+    def _patterns(self, number: int) -> None:
         """sum over layers of (r in the pool) <= sum over patterns of count(r) * windows filled so."""
-        chunk = self.problem.chunks[pool.chunk]
         rooms: dict[int, int] = {}
-        for window in self.forwards[pool.chunk]:
-            room = self.problem.capacity_ns(window)
-            rooms[room] = rooms.get(room, 0) + 1
+        for window in self.problem.windows(number):
+            if window.kind == "fwd":
+                room = self.problem.capacity_ns(window)
+                rooms[room] = rooms.get(room, 0) + 1
         graph, costs = self.problem.graph, self.problem.costs
         times = {
             name: costs.rebuild_ns(name, hidden=True)
@@ -132,19 +124,66 @@ class PooledModel(StageModel):
         names = sorted(times, key=lambda n: -times[n])
         supply: dict[str, list[Term]] = {name: [] for name in names}
         for room, count in rooms.items():
-            found = _maximal([times[n] for n in names], room, len(chunk), MOST_PATTERNS)
+            most = len(self.problem.chunks[number])
+            found = _maximal([times[n] for n in names], room, most, MOST_PATTERNS)
             if found is None:
                 return
             filled = [self.model.variable(upper=count) for _ in found]
             self.model.row([(y, 1.0) for y in filled], at_most=count)
             for y, pattern in zip(filled, found, strict=True):
-                for name, number in zip(names, pattern, strict=True):
-                    if number:
-                        supply[name].append((y, float(number)))
+                for name, times_in in zip(names, pattern, strict=True):
+                    if times_in:
+                        supply[name].append((y, float(times_in)))
         for name in names:
-            demand = [t for layer in chunk for t in self.blocks[layer].in_slot(name, 0)]
+            demand = [term for block in self.chunks[number].blocks for term in block.in_slot(name, 0)]
             if demand:
                 self.model.row([*demand, *minus(supply[name])], at_most=0.0)
+
+    def _memory(self, number: int) -> None:
+        """Bytes alive in the first backward of a chunk, at each moment of its turn."""
+        problem, scale, own = self.problem, self.scale, self.chunks.get(number)
+        for moment in problem.turns[number].moments:
+            for phase in range(problem.phases if own else 1):
+                terms, constant = self._kept(dict(enumerate(moment)), number)
+                if own:
+                    here, fixed = own.first.kept(scale, phase)
+                    terms += here
+                    constant += fixed
+                    terms += self._rebuilt(own, phase)
+                self._row(terms, constant, problem.workspace(phase) if own else 0)
+
+    def _kept(self, moment: Mapping[int, int], number: int) -> tuple[list[Term], float]:
+        """Kept units, once less of the last layer of chunk ``number``."""
+        terms, constant = list[Term](), 0.0
+        for other, chunk in self.chunks.items():
+            for block in chunk.blocks:
+                times = moment[other] - (other == number and block is chunk.first)
+                kept, fixed = block.kept(self.scale)
+                terms += scaled(kept, times)
+                constant += fixed * times
+        return terms, constant
+
+    def _rebuilt(self, chunk: _Chunk, phase: int) -> list[Term]:
+        """Rebuilt units in a phase of the first backward. What passes through a pool may come and go
+        before others come: of that only what stays is counted."""
+        first, rest = chunk.first, chunk.rest
+        terms = first.alive(first.own + phase, self.scale, done=first.levels)
+        if rest is not None:
+            before = rest.own - 1
+            terms += rest.alive(before - 1, self.scale, done=before)
+        return terms
+
+    def _row(self, terms: list[Term], constant: float, extra_bytes: int) -> None:
+        if self.peak is not None:
+            constant += extra_bytes / self.scale.unit
+            self.model.row([*terms, (self.peak, -1.0)], at_most=-constant)
+        else:
+            room = self.scale.room(self.problem.budget_bytes - extra_bytes)
+            self.model.row(terms, at_most=room - constant)
+
+    def solve(self, deadline: float) -> Solution:
+        """Minimise until ``deadline`` (``time.monotonic``); only the bound is of use."""
+        return self.model.solve(self.options, deadline=deadline, absolute_gap=self.step)
 
 
 def _maximal(times: list[int], room: int, most: int, limit: int) -> list[tuple[int, ...]] | None:

@@ -2,7 +2,7 @@
 
 Three programs, each small enough to be quick, and rarely the last one is needed:
 
-1. ``PooledModel`` gives a lower bound;
+1. ``BoundModel`` gives a lower bound;
 2. ``StageModel`` with ``reach=1`` gives a plan (``mixed``: a layer uses its own forward windows and
    the backward windows next to it), which usually meets the bound and so is optimal;
 3. ``StageModel`` over all windows closes what is left, from that plan and up to that bound.
@@ -18,7 +18,7 @@ from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.plan import StagePlan, Window
 from megatron_lynx.planner.baselines import everything_on_demand, infeasible
 from megatron_lynx.planner.block import tidy
-from megatron_lynx.planner.bound import PooledModel
+from megatron_lynx.planner.bound import BoundModel
 from megatron_lynx.planner.greedy import windows
 from megatron_lynx.planner.heu import heu
 from megatron_lynx.planner.price import Pricer, fits_whole, stage_plan
@@ -89,7 +89,7 @@ def _search(problem: StageProblem, options: SolveOptions, *, budget: bool, near_
         best = _better(best, plan, pricer, budget)
     if best.value == 0:
         return best
-    pooled = PooledModel(problem, options, budget=budget)
+    pooled = BoundModel(problem, options, budget=budget)
     unit = 1000.0 if budget else float(pooled.scale.unit)
     relaxed = pooled.solve(begun + BOUND_SHARE * options.time_limit_s)
     if relaxed.status == "infeasible":
