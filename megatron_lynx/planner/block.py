@@ -251,8 +251,14 @@ class Block:
         if storage.name not in self.passed:
             held = self.passed[storage.name] = self._variable(integer=False)
             gone = [(self.drop[storage.producer], -1.0)] if storage.producer in self.drop else []
+            windows, producer = len(self.slots), storage.producer
+            made = self.before(producer, windows) if producer in self.drop else []
             for reader in readers:
                 self.model.row([(self.drop[reader], 1.0), *gone, (held, -1.0)], at_most=0.0)
+                # A window that runs the reader finds it rebuilt or kept: true anyhow, but not of sums.
+                again = self.before(reader, windows)
+                if again:
+                    self.model.row([*again, *minus(made), (held, -1.0)], at_most=0.0)
         return self.passed[storage.name]
 
     def alive(self, level: int, scale: Scale, *, done: int | None = None) -> list[Term]:

@@ -1,10 +1,11 @@
 """A lower bound on ``opt`` that usually closes the gap: the same program with its layers summed up.
 
 The layers of a stage are alike, so plans that only swap layers cost the same, and a program with a
-variable for each layer spends its time on telling them apart. Here each chunk has two blocks: its last
-layer, whose backward comes first, and all others as one, with counts for variables. All forward windows
-are one pool, and so are the backward windows; memory is counted in the first backward of each chunk,
-where it peaks. Every plan is a solution of this program at the same cost, so its optimum is a bound.
+variable for each layer spends its time on telling them apart. Here the layers of a chunk whose backward
+comes first have a block each, and all others one together, with counts for variables. All forward
+windows are one pool, and so are the backward windows; memory is counted in those first backwards, where
+it peaks. Every plan is a solution of this program at the same cost, so its optimum is a bound; and how
+often it rebuilds each region on demand leads to a plan that meets it (``StageModel.follow``).
 
 A pool alone would let a region be split over two windows. Where few regions fit into one window,
 ``patterns`` says how windows can be filled, and the number of windows filled each way is a variable.
@@ -13,7 +14,7 @@ A pool alone would let a region be split over two windows. Where few regions fit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lynx.plan import Window
@@ -22,21 +23,27 @@ from megatron_lynx.planner.milp import HALF_NS_IN_US, Model, Solution
 from megatron_lynx.planner.price import candidates
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import SolveOptions
-from megatron_lynx.planner.stage_model import ONE_NS, ONE_UNIT, scaled
+from megatron_lynx.planner.stage_model import ONE_NS, ONE_UNIT, Counts, scaled
 
 MOST_PATTERNS = 400
 
 
+APART = 2
+"""Layers with a block of their own."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """The blocks of one chunk: its last layer, and the others (None if there are none)."""
+    """The blocks of one chunk: its last layers, in the order of their backward, and the others (None if
+    there are none). ``before`` levels come before any backward."""
 
-    first: Block
+    apart: tuple[Block, ...]
     rest: Block | None
+    before: int
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        return (self.first,) if self.rest is None else (self.first, self.rest)
+        return self.apart if self.rest is None else (*self.apart, self.rest)
 
 
 class BoundModel:
@@ -62,42 +69,46 @@ class BoundModel:
             self._memory(number)
 
     def _chunk(self, number: int) -> _Chunk:
-        count = len(self.problem.chunks[number]) - 1
-        return _Chunk(self._block(number, 0), self._block(number, count) if count else None)
-
-    def _block(self, number: int, others: int) -> Block:
-        """The last layer's block, or that of ``others``; its slots are pools."""
-        problem, slots = self.problem, list[Slot]()
-        windows = problem.windows(number)
-        rooms = {kind: [problem.capacity_ns(w) for w in windows if w.kind == kind] for kind in ("fwd", "bwd")}
-        if rooms["fwd"]:
-            slots.append(Slot("fwd", 0, max(rooms["fwd"])))
-        level = 1
+        """The blocks' slots are pools: forward, backward before its own, and its own."""
+        layers = len(self.problem.chunks[number])
+        apart, windows = min(APART, layers), self.problem.windows(number)
+        early, forward = list[Slot](), [self.problem.capacity_ns(w) for w in windows if w.kind == "fwd"]
+        if forward:
+            early.append(Slot("fwd", 0, max(forward)))
+        before = 1
         for window in windows:
             if window.kind in ("stall", "head"):
-                idle = window.kind == "stall"
-                slots.append(Slot(window.kind, level, problem.capacity_ns(window), idle=idle))
-                level += 1
+                room, idle = self.problem.capacity_ns(window), window.kind == "stall"
+                early.append(Slot(window.kind, before, room, idle=idle))
+                before += 1
+        blocks = [self._block(early, before + i * self.problem.phases, i > 0) for i in range(apart)]
+        others = layers - apart
+        own = before + apart * self.problem.phases
+        return _Chunk(tuple(blocks), self._block(early, own, True, others) if others else None, before)
+
+    def _block(self, early: list[Slot], own: int, later: bool, count: int = 1) -> Block:
+        """One layer's block, or that of ``count`` layers. The phases of its own backward begin at level
+        ``own``; ``later`` says that the backward of other layers comes before."""
+        problem, slots = self.problem, list(early)
         if any(self.caps):
-            if others:
-                slots.append(Slot("bwd", level, max(self.caps)))
-            at = [Window("bwd", 0, slot) for slot in problem.backward_slots]
-            own = level + (others > 0) + max(map(problem.phase_of, at))
-            slots.append(Slot("own", own, max(self.caps), own=at[0].slot.partition(".")[0]))
-        levels = level + (others > 0) + problem.phases
-        soft = self.options.soft
-        return Block(self.model, problem, slots, levels, soft=soft, loose=True, count=max(1, others))
+            windows = [Window("bwd", 0, slot) for slot in problem.backward_slots]
+            if later:
+                slots.append(Slot("bwd", own - 1, max(self.caps)))
+            at = own + max(map(problem.phase_of, windows))
+            slots.append(Slot("own", at, max(self.caps), own=windows[0].slot.partition(".")[0]))
+        levels = own + problem.phases
+        return Block(self.model, problem, slots, levels, soft=self.options.soft, loose=True, count=count)
 
     def _capacities(self, number: int, budget: bool) -> None:
-        """Forward pool, stall, head, and the backward windows: those of the last layer, and all."""
+        """Forward pool, stall, head, and the backward windows down to each layer apart, and all."""
         chunk, each = self.chunks[number], sum(self.caps)
         loads: dict[str, list[Term]] = {}
-        for block in chunk.blocks:
+        for i, block in enumerate(chunk.blocks):
             for j, slot in enumerate(block.slots):
                 kind = "bwd" if slot.key == "own" else str(slot.key)
                 loads.setdefault(kind, []).extend(block.load_us(j))
-            if block is chunk.first and "bwd" in loads and not self.options.soft:
-                self.model.row(loads["bwd"], at_most=each / 1000 + HALF_NS_IN_US)
+            if i < len(chunk.apart) and "bwd" in loads and not self.options.soft:
+                self.model.row(loads["bwd"], at_most=(i + 1) * each / 1000 + HALF_NS_IN_US)
         for kind, terms in loads.items():
             windows = [w for w in self.problem.windows(number) if w.kind == kind]
             room = sum(map(self.problem.capacity_ns, windows))
@@ -105,15 +116,16 @@ class BoundModel:
                 price = budget / self.problem.slowdown(kind)
                 terms = [*terms, (self.model.variable(price, upper=math.inf, integer=False), -1.0)]
             self.model.row(terms, at_most=room / 1000 + HALF_NS_IN_US)
-        if "fwd" in loads and not self.options.soft:
-            self._patterns(number)
+        for kind in () if self.options.soft else ("fwd", "bwd"):
+            if kind in loads:
+                self._patterns(number, kind)
 
-    def _patterns(self, number: int) -> None:
+    def _patterns(self, number: int, kind: str) -> None:
         """sum over layers of (r in the pool) <= sum over patterns of count(r) * windows filled so."""
         rooms: dict[int, int] = {}
         for window in self.problem.windows(number):
-            if window.kind == "fwd":
-                room = self.problem.capacity_ns(window)
+            room = self.problem.capacity_ns(window)
+            if window.kind == kind and room:
                 rooms[room] = rooms.get(room, 0) + 1
         graph, costs = self.problem.graph, self.problem.costs
         times = {
@@ -135,43 +147,54 @@ class BoundModel:
                     if times_in:
                         supply[name].append((y, float(times_in)))
         for name in names:
-            demand = [term for block in self.chunks[number].blocks for term in block.in_slot(name, 0)]
+            demand = [
+                term
+                for block in self.chunks[number].blocks
+                for j, slot in enumerate(block.slots)
+                if slot.key == kind or (kind, slot.key) == ("bwd", "own")
+                for term in block.in_slot(name, j)
+            ]
             if demand:
                 self.model.row([*demand, *minus(supply[name])], at_most=0.0)
 
     def _memory(self, number: int) -> None:
-        """Bytes alive in the first backward of a chunk, at each moment of its turn."""
-        problem, scale, own = self.problem, self.scale, self.chunks.get(number)
+        """Bytes alive in the backwards of a chunk, at each moment of its turn."""
+        problem, chunk = self.problem, self.chunks.get(number)
         for moment in problem.turns[number].moments:
-            for phase in range(problem.phases if own else 1):
-                terms, constant = self._kept(dict(enumerate(moment)), number)
-                if own:
-                    here, fixed = own.first.kept(scale, phase)
-                    terms += here
-                    constant += fixed
-                    terms += self._rebuilt(own, phase)
-                self._row(terms, constant, problem.workspace(phase) if own else 0)
+            if chunk is None:
+                self._row(*self._kept(moment), 0)
+                continue
+            for phase in range(problem.phases):
+                for i in range(len(chunk.apart)):
+                    self._first(moment, number, i, phase)
 
-    def _kept(self, moment: Mapping[int, int], number: int) -> tuple[list[Term], float]:
-        """Kept units, once less of the last layer of chunk ``number``."""
+    def _kept(self, moment: tuple[int, ...], number: int = -1, done: int = 0) -> tuple[list[Term], float]:
+        """Kept units: once less of the first ``done`` blocks of chunk ``number``."""
         terms, constant = list[Term](), 0.0
         for other, chunk in self.chunks.items():
-            for block in chunk.blocks:
-                times = moment[other] - (other == number and block is chunk.first)
+            for i, block in enumerate(chunk.blocks):
+                times = moment[other] - (other == number and i < done)
                 kept, fixed = block.kept(self.scale)
                 terms += scaled(kept, times)
                 constant += fixed * times
         return terms, constant
 
-    def _rebuilt(self, chunk: _Chunk, phase: int) -> list[Term]:
-        """Rebuilt units in a phase of the first backward. What passes through a pool may come and go
-        before others come: of that only what stays is counted."""
-        first, rest = chunk.first, chunk.rest
-        terms = first.alive(first.own + phase, self.scale, done=first.levels)
-        if rest is not None:
-            before = rest.own - 1
-            terms += rest.alive(before - 1, self.scale, done=before)
-        return terms
+    def _first(self, moment: tuple[int, ...], number: int, i: int, phase: int) -> None:
+        """A phase of the backward of layer ``i`` of those apart. What passes through a pool may come and
+        go before others come: of that only what stays is counted."""
+        chunk = self.chunks[number]
+        terms, constant = self._kept(moment, number, i + 1)
+        here, fixed = chunk.apart[i].kept(self.scale, phase)
+        terms += [
+            *here,
+            *chunk.apart[i].alive(chunk.apart[i].own + phase, self.scale, done=chunk.apart[i].levels),
+        ]
+        level = chunk.apart[i].own + phase
+        for block in chunk.apart[i + 1 :]:
+            terms += block.alive(level, self.scale, done=level + 1)
+        if chunk.rest is not None:
+            terms += chunk.rest.alive(chunk.before - 1, self.scale, done=chunk.before)
+        self._row(terms, constant + fixed, self.problem.workspace(phase))
 
     def _row(self, terms: list[Term], constant: float, extra_bytes: int) -> None:
         if self.peak is not None:
@@ -182,8 +205,17 @@ class BoundModel:
             self.model.row(terms, at_most=room - constant)
 
     def solve(self, deadline: float) -> Solution:
-        """Minimise until ``deadline`` (``time.monotonic``); only the bound is of use."""
+        """Minimise until ``deadline`` (``time.monotonic``)."""
         return self.model.solve(self.options, deadline=deadline, absolute_gap=self.step)
+
+    def demands(self, solution: Solution) -> Counts:
+        """In how many layers of each chunk a solution rebuilds each region on demand."""
+        found: Counts = {}
+        for number, chunk in self.chunks.items():
+            for name in chunk.apart[0].names:
+                terms = [term for block in chunk.blocks for term in block.on_demand(name)]
+                found[number, name] = round(sum(f * solution.values[v] for v, f in terms))
+        return found
 
 
 def _maximal(times: list[int], room: int, most: int, limit: int) -> list[tuple[int, ...]] | None:

@@ -1,11 +1,12 @@
 """OPT: the best plan with a choice for every layer and region, proven or with its gap.
 
-Three programs, each small enough to be quick, and rarely the last one is needed:
+The programs, each small enough to be quick; the later ones are rarely needed:
 
-1. ``BoundModel`` gives a lower bound;
-2. ``StageModel`` with ``reach=1`` gives a plan (``mixed``: a layer uses its own forward windows and
-   the backward windows next to it), which usually meets the bound and so is optimal;
-3. ``StageModel`` over all windows closes what is left, from that plan and up to that bound.
+1. ``BoundModel`` gives a lower bound, and how often to rebuild each region on demand;
+2. ``StageModel`` with ``reach=1`` (a layer uses its own forward windows and the backward windows next to
+   it) looks for a plan that does just that: it meets the bound, and so is optimal;
+3. the same without that hint gives ``mixed``;
+4. ``StageModel`` over all windows closes what is left, from that plan and up to that bound.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import Answer, SolveOptions
 from megatron_lynx.planner.stage_model import StageModel
 
-BOUND_SHARE = 0.3
-NEAR_SHARE = 0.5
+BOUND_SHARE = 0.2
+FOLLOW_SHARE = 0.3
+NEAR_SHARE = 0.6
+"""Of the time for a stage, when the first programs must have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +92,22 @@ def _search(problem: StageProblem, options: SolveOptions, *, budget: bool, near_
         best = _better(best, plan, pricer, budget)
     if best.value == 0:
         return best
-    pooled = BoundModel(problem, options, budget=budget)
-    unit = 1000.0 if budget else float(pooled.scale.unit)
-    relaxed = pooled.solve(begun + BOUND_SHARE * options.time_limit_s)
+    summed = BoundModel(problem, options, budget=budget)
+    unit = 1000.0 if budget else float(summed.scale.unit)
+    relaxed = summed.solve(begun + BOUND_SHARE * options.time_limit_s)
     if relaxed.status == "infeasible":
         return _Found(None, math.inf, math.inf)
     best = _Found(best.plan, best.value, max(0.0, relaxed.bound * unit))
-    for reach, share in ((1, NEAR_SHARE), (None, 1.0)):
-        if best.value <= best.bound + 0.5 or (near_only and reach is None):
-            break
+    demands = summed.demands(relaxed) if budget and relaxed.status == "optimal" else None
+    for reach, follow, share in ((1, demands, FOLLOW_SHARE), (1, None, NEAR_SHARE), (None, None, 1.0)):
+        skipped = share == FOLLOW_SHARE and follow is None
+        if skipped or best.value <= best.bound + 0.5 or (near_only and reach is None):
+            continue
         stage = StageModel(problem, options, budget=budget, reach=reach)
-        solution = stage.solve(begun + share * options.time_limit_s, best.plan, enough=best.bound / unit)
+        if follow is not None:
+            stage.follow(follow)
+        start = best.plan if follow is None else None
+        solution = stage.solve(begun + share * options.time_limit_s, start, enough=best.bound / unit)
         if solution.values:
             best = _better(best, stage.plan(solution), pricer, budget)
         if reach is None and stage.scale.exact:

@@ -22,6 +22,10 @@ ONE_NS = 2 * HALF_NS_IN_US - 1e-4
 """Where a search for the least time may stop, in microseconds: times are whole nanoseconds."""
 
 
+Counts = dict[tuple[int, str], int]
+"""By chunk and region, a number of layers."""
+
+
 class StageModel:
     """The program of one stage. With ``budget`` it minimises time, without it the peak.
 
@@ -152,6 +156,14 @@ class StageModel:
         else:
             room = self.scale.room(self.problem.budget_bytes - extra_bytes)
             self.model.row(terms, at_most=room - constant)
+
+    def follow(self, demands: Counts) -> None:
+        """Rebuild each region on demand in just so many layers of each chunk. Then every solution costs
+        the same, and the first one that is found will do."""
+        for (chunk, name), count in demands.items():
+            blocks = [self.blocks[layer] for layer in self.problem.chunks[chunk]]
+            terms = [term for block in blocks for term in block.on_demand(name)]
+            self.model.row(terms, at_least=count, at_most=count)
 
     def solve(
         self, deadline: float, start: StagePlan | None = None, *, enough: float | None = None
