@@ -7,15 +7,18 @@ windows are one pool, and so are the backward windows; memory is counted in thos
 it peaks. Every plan is a solution of this program at the same cost, so its optimum is a bound; and how
 often it rebuilds each region on demand leads to a plan that meets it (``StageModel.follow``).
 
-A pool alone would let a region be split over two windows. Where few regions fit into one window,
-``patterns`` says how windows can be filled, and the number of windows filled each way is a variable.
+A pool alone would let a region be split over two windows, and work overrun one window into another.
+Where few regions fit into one window, the ways to fill it (``Filling``) are listed, and the number of
+windows filled each way is a variable.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from megatron_lynx.plan import Window
 from megatron_lynx.planner.block import Block, Scale, Slot, Term, minus
@@ -25,7 +28,7 @@ from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import SolveOptions
 from megatron_lynx.planner.stage_model import ONE_NS, ONE_UNIT, Counts, scaled
 
-MOST_PATTERNS = 400
+MOST_FILLINGS = 400
 
 
 APART = 2
@@ -110,52 +113,58 @@ class BoundModel:
             if i < len(chunk.apart) and "bwd" in loads and not self.options.soft:
                 self.model.row(loads["bwd"], at_most=(i + 1) * each / 1000 + HALF_NS_IN_US)
         for kind, terms in loads.items():
+            listed = kind in ("fwd", "bwd") and self._fillings(number, kind, budget)
+            if listed and self.options.soft:
+                continue  # the excess is paid there
             windows = [w for w in self.problem.windows(number) if w.kind == kind]
             room = sum(map(self.problem.capacity_ns, windows))
             if self.options.soft:
                 price = budget / self.problem.slowdown(kind)
                 terms = [*terms, (self.model.variable(price, upper=math.inf, integer=False), -1.0)]
             self.model.row(terms, at_most=room / 1000 + HALF_NS_IN_US)
-        for kind in () if self.options.soft else ("fwd", "bwd"):
-            if kind in loads:
-                self._patterns(number, kind)
 
-    def _patterns(self, number: int, kind: str) -> None:
-        """sum over layers of (r in the pool) <= sum over patterns of count(r) * windows filled so."""
-        rooms: dict[int, int] = {}
-        for window in self.problem.windows(number):
-            room = self.problem.capacity_ns(window)
-            if window.kind == kind and room:
-                rooms[room] = rooms.get(room, 0) + 1
-        graph, costs = self.problem.graph, self.problem.costs
-        times = {
-            name: costs.rebuild_ns(name, hidden=True)
-            for name in candidates(graph)
-            if not graph.region(name).communicates
+    def _fillings(self, number: int, kind: str, budget: bool) -> bool:
+        """sum over layers of (regions in the pool) <= sum over fillings of their number * windows filled so,
+        for regions of each length.
+
+        Where windows may be overrun, a filling overruns by one region at most, and pays for that; any
+        more of a region is extra and pays for all of its time. Returns False, and does nothing, if there
+        are too many fillings to list.
+        """
+        problem, costs, soft = self.problem, self.problem.costs, self.options.soft
+        rooms = Counter(
+            room for w in problem.windows(number) if w.kind == kind and (room := problem.capacity_ns(w))
+        )
+        names = [n for n in candidates(problem.graph) if not problem.graph.region(n).communicates]
+        lengths = sorted({costs.rebuild_ns(n, hidden=True) for n in names} - {0}, reverse=True)
+        most = len(problem.chunks[number]) * len(names)
+        listed = {
+            room: list(islice(fillings(lengths, room, most, soft), MOST_FILLINGS + 1)) for room in rooms
         }
-        names = sorted(times, key=lambda n: -times[n])
-        supply: dict[str, list[Term]] = {name: [] for name in names}
-        for room, count in rooms.items():
-            most = len(self.problem.chunks[number])
-            found = _maximal([times[n] for n in names], room, most, MOST_PATTERNS)
-            if found is None:
-                return
-            filled = [self.model.variable(upper=count) for _ in found]
-            self.model.row([(y, 1.0) for y in filled], at_most=count)
-            for y, pattern in zip(filled, found, strict=True):
-                for name, times_in in zip(names, pattern, strict=True):
-                    if times_in:
-                        supply[name].append((y, float(times_in)))
-        for name in names:
+        if any(len(found) > MOST_FILLINGS for found in listed.values()):
+            return False
+        price = budget / problem.slowdown(kind) / 1000
+        supply: dict[int, list[Term]] = {length: [] for length in lengths}
+        for room, found in listed.items():
+            ways = [self.model.variable(price * over, upper=rooms[room]) for _, over in found]
+            self.model.row([(way, 1.0) for way in ways], at_most=rooms[room])
+            for way, (filling, _) in zip(ways, found, strict=True):
+                for length, count in zip(lengths, filling, strict=True):
+                    supply[length] += [(way, float(count))] if count else []
+        for length, terms in supply.items():
+            if soft:
+                terms.append((self.model.variable(price * length, upper=most, integer=False), 1.0))
             demand = [
                 term
                 for block in self.chunks[number].blocks
                 for j, slot in enumerate(block.slots)
                 if slot.key == kind or (kind, slot.key) == ("bwd", "own")
+                for name in block.names
+                if block.work[name][j] == length
                 for term in block.in_slot(name, j)
             ]
-            if demand:
-                self.model.row([*demand, *minus(supply[name])], at_most=0.0)
+            self.model.row([*demand, *minus(terms)], at_most=0.0)
+        return True
 
     def _memory(self, number: int) -> None:
         """Bytes alive in the backwards of a chunk, at each moment of its turn."""
@@ -218,24 +227,29 @@ class BoundModel:
         return found
 
 
-def _maximal(times: list[int], room: int, most: int, limit: int) -> list[tuple[int, ...]] | None:
-    """Every way to fill ``room`` with up to ``most`` of each so that nothing more fits; None if
-    there are more than ``limit``. ``times`` are in descending order."""
-    found: list[tuple[int, ...]] = []
-    for pattern in _fillings(times, room, most):
-        found.append(pattern)
-        if len(found) > limit:
-            return None
-    return found
+Filling = tuple[int, ...]
+"""How often each of several regions is in one window."""
 
 
-def _fillings(times: list[int], room: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Fillings that are maximal in the last kind of region, given the others."""
+def fillings(times: Sequence[int], room: int, most: int, soft: bool) -> Iterator[tuple[Filling, int]]:
+    """The ways to fill a window of ``room`` with up to ``most`` of each region, and by how much each
+    overruns it: those into which nothing more fits; where ``soft``, also all that overrun it by their
+    last region. ``times`` are above 0."""
+    for filling in _fitting(times, room, most):
+        left = room - sum(n * t for n, t in zip(filling, times, strict=True))
+        more = [i for i, n in enumerate(filling) if n < most]
+        if all(times[i] > left for i in more):
+            yield filling, 0
+        for i in more if soft and left else ():
+            if times[i] > left:
+                yield (*filling[:i], filling[i] + 1, *filling[i + 1 :]), times[i] - left
+
+
+def _fitting(times: Sequence[int], room: int, most: int) -> Iterator[Filling]:
+    """All ways to put regions into ``room``."""
     if not times:
         yield ()
         return
-    fit = most if times[0] == 0 else min(most, room // times[0])
-    lowest = fit if len(times) == 1 else 0
-    for number in range(fit, lowest - 1, -1):
-        for rest in _fillings(times[1:], room - number * times[0], most):
+    for number in range(min(most, room // times[0]), -1, -1):
+        for rest in _fitting(times[1:], room - number * times[0], most):
             yield (number, *rest)
