@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
+from megatron_lynx.cost import LayerCosts
+from megatron_lynx.graph import INPUT, LayerGraph, Region, Storage
 from megatron_lynx.planner import SolveOptions, StageProblem
 from megatron_lynx.planner import bound as bounds
 from megatron_lynx.planner.bound import BoundModel, fillings
+from megatron_lynx.schedule import Turn
 from tests.support import brute_force
 from tests.support.strategies import stage_problems
 
@@ -21,7 +25,7 @@ def test_no_plan_is_below_the_bound(soft: bool, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bounds, "APART", 1)
 
     @settings(
-        max_examples=300,
+        max_examples=200,
         deadline=None,
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
@@ -40,6 +44,52 @@ def test_no_plan_is_below_the_bound(soft: bool, monkeypatch: pytest.MonkeyPatch)
                 event("met" if found.bound * 1000 >= best.exposed_ns - 1 else "below")
 
     holds()
+
+
+def _short_windows(room: int, in_flight: int, share: float) -> StageProblem:
+    """Three layers of two regions whose windows are shorter than what is to be rebuilt."""
+    graph = LayerGraph(
+        regions=(
+            Region(name=INPUT),
+            Region(name="short", reads=("input",)),
+            Region(name="long", reads=("short.out",)),
+            Region(name="sum", reads=("long.out",), communicates=True),
+        ),
+        storages=(
+            Storage(name="input", producer=INPUT, size_bytes=5, saved_by=("short",)),
+            Storage(name="short.out", producer="short", size_bytes=20, saved_by=("long",)),
+            Storage(name="long.out", producer="long", size_bytes=40, saved_by=("sum",)),
+        ),
+    )
+    times = {"short": 10, "long": 30, "sum": 20}
+    problem = StageProblem(
+        stage=0,
+        chunks=((0, 1, 2),),
+        graph=graph,
+        costs=LayerCosts(forward_ns=times, dgrad_ns=times, wgrad_ns={}, collective_ns={"fwd:sum": room}),
+        turns=(Turn(moments=((in_flight,),)),),
+        budget_bytes=0,
+        forward_slots=("sum",),
+    )
+    return replace(problem, budget_bytes=round(share * graph.kept_bytes() * problem.most_layers()))
+
+
+@pytest.mark.parametrize("room", [4, 10, 25])
+@pytest.mark.parametrize("in_flight", [5])
+def test_the_bound_of_overrun_windows(room: int, in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "APART", 1)
+    overrun = 0
+    for share in (0.4, 0.6, 0.8):
+        problem = _short_windows(room, in_flight, share)
+        for soft in (False, True):
+            best = brute_force.best(problem, soft)
+            found = BoundModel(problem, SolveOptions(soft=soft), budget=True).solve(time.monotonic() + 20)
+            if best.exposed_ns is None:
+                continue
+            assert found.bound * 1000 <= best.exposed_ns + 0.5
+            assert found.bound * 1000 >= 0.7 * best.exposed_ns - 0.5
+            overrun += soft and best.exposed_ns > 0
+    assert overrun
 
 
 def _by_hand(times: list[int], room: int, most: int) -> set[tuple[int, ...]]:
