@@ -174,6 +174,12 @@ def waits_for_gradient(action: Action, stage: int, stages: int, chunks: int) -> 
     return not action.forward and any(other != stage for other, _ in requires(action, stage, stages, chunks))
 
 
+def waiting_chunks(stage: int, stages: int, chunks: int) -> tuple[int, ...]:
+    """The model chunks of rank ``stage`` whose backward receives its gradient over the pipeline link."""
+    backwards = (Action("B", 0, chunk) for chunk in range(chunks))
+    return tuple(b.chunk for b in backwards if waits_for_gradient(b, stage, stages, chunks))
+
+
 def backward_order(order: Sequence[Action]) -> tuple[Action, ...]:
     """The backward passes of a rank in the order in which they run."""
     return tuple(action for action in order if not action.forward)

@@ -44,8 +44,9 @@ class StageProblem:
     optimizer, logits and the reserve. ``has_forward_windows`` is False where a microbatch's
     backward follows its own forward (the last stage, or no pipeline). ``stall_ns`` is the idle
     time before a backward in the steady state, ``head_ns`` the output layer's collective (last
-    stage only). ``workspace_bytes`` is what each phase of a layer's backward needs besides saved
-    storages; what is not said is nothing.
+    stage only). ``has_stall`` tells that there is a stall also where ``stall_ns`` is 0: one before
+    the first backward and in the cooldown (see ``fill``). ``workspace_bytes`` is what each phase of
+    a layer's backward needs besides saved storages; what is not said is nothing.
     """
 
     stage: int
@@ -58,6 +59,7 @@ class StageProblem:
     backward_slots: tuple[str, ...] = ()
     has_forward_windows: bool = True
     stall_ns: int = 0
+    has_stall: bool = False
     head_ns: int = 0
     workspace_bytes: tuple[int, ...] = ()
 
@@ -97,7 +99,7 @@ class StageProblem:
         for chunk in self.chunks:
             if self.has_forward_windows:
                 found += [Window("fwd", k, slot) for k in chunk for slot in self.forward_slots]
-        if self.stall_ns:
+        if self.stall_ns or self.has_stall:
             found.append(Window("stall"))
         if self.head_ns:
             found.append(Window("head"))

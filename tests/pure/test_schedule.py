@@ -28,6 +28,7 @@ from megatron_lynx.schedule import (
     serves,
     validate,
     violations,
+    waiting_chunks,
     waits_for_gradient,
 )
 from megatron_lynx.spec import Parallel
@@ -140,6 +141,10 @@ def test_dependencies_cross_stages_and_chunks() -> None:
     assert waits_for_gradient(Action("B", 2, 0), 3, 4, 2)
     assert not waits_for_gradient(Action("B", 2, 1), 3, 4, 2)
     assert not waits_for_gradient(Action("B", 0, 0), 0, 1, 1)
+    assert waiting_chunks(3, 4, 2) == (0,)
+    assert waiting_chunks(0, 4, 2) == (0, 1)
+    assert waiting_chunks(0, 2, 1) == (0,)
+    assert waiting_chunks(1, 2, 1) == waiting_chunks(0, 1, 1) == ()
 
 
 def test_a_deadlock_is_marked() -> None:
