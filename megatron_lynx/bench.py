@@ -18,6 +18,8 @@ from megatron_lynx.job import Job
 from megatron_lynx.partition.layout import chunks_of
 from megatron_lynx.plan import LayerPlan, StagePlan, relabel
 from megatron_lynx.planner import PlannedStage, SolveOptions, StageProblem
+from megatron_lynx.planner.fill import filled
+from megatron_lynx.pools import Pools, aligned, pick
 from megatron_lynx.schedule import turns
 from megatron_lynx.simulator.engine import SimStage, iteration_ns, play, program, sim_stage
 from megatron_lynx.simulator.ledger import GraphIndex
@@ -65,9 +67,6 @@ _STALL_STEP = 16
 Key = tuple[int, tuple[int, ...], int, str, bool]
 """Stage, layers of each chunk, length of the stall, planner, whether work may overrun a window."""
 
-Pools = list[list[PlannedStage]]
-"""For each stage the plans to choose from."""
-
 
 class Bench:
     """Plans stages of one job, and remembers what it planned.
@@ -77,7 +76,8 @@ class Bench:
 
     How long a stage stalls depends on the plans of all stages: what it rebuilds on demand eats up
     its own stall and may lengthen those of others. So several lengths are tried, and of all plans
-    made for a stage the ones are taken that make the *simulated* step shortest. ``time_limit_s``
+    made for a stage the ones are taken that make the *simulated* step shortest. The longer waits before
+    the first backward and in the cooldown are filled after planning (``fill``). ``time_limit_s``
     bounds the solving of a whole split by ``opt``; ``options`` that of one stage.
     """
 
@@ -88,6 +88,7 @@ class Bench:
         self._free: dict[tuple[int, tuple[int, ...]], SimStage] = {}
         self._index = GraphIndex(job.graph)
         self._stalls: dict[int, int] = {}
+        self._filled: dict[int, tuple[PlannedStage, PlannedStage]] = {}
 
     def stage(
         self,
@@ -127,7 +128,7 @@ class Bench:
         try:
             planned = planners.plan(problem, planner, options)
         except InfeasibleError as error:
-            return _whole_device(self.job, error, static, planner)
+            return does_not_fit(self.job, stage, static + error.needed_bytes, static, planner)
         self._stalls[id(planned)] = stall_ns
         return planned
 
@@ -149,7 +150,8 @@ class Bench:
 
         For ``opt`` the choice includes what ``heu`` and ``checkmate`` plan, so it is never worse; it
         plans within the windows first, and from there with leave to overrun them.
-        ``rounds`` is how often stalls are taken from the plans made for the stalls before.
+        ``rounds`` is how often stalls are taken from the plans made for the stalls before; with one
+        round stalls are not filled either.
 
         Raises:
             InfeasibleError: of the stage that lacks most.
@@ -159,7 +161,8 @@ class Bench:
         pools, started = self._pools(), time.monotonic()
         errors = self._settle(pools, split, "heu" if planner == "opt" else planner, rounds)
         if planner != "opt":
-            return self._pick(pools, errors)
+            return self._finish(pools, errors) if rounds > 1 else self._pick(pools, errors)
+        quick = [self._finish(pools)] if all(pools) else []
         self._offer(pools, split, "checkmate", [0] * len(pools))
         stalls = self._made_for(pools) or self.free_stalls(split)
         limit = self.time_limit_s / 3
@@ -170,7 +173,7 @@ class Bench:
         best = self._made_for(pools)
         if best is not None and self.options.soft:
             self._offer(pools, split, "opt", best, soft=True, deadline=started + 3 * limit)
-        return self._pick(pools, self._without_inputs(pools, split, errors))
+        return self._finish(pools, self._without_inputs(pools, split, errors), *quick)
 
     def _without_inputs(
         self, pools: Pools, split: Split, errors: Sequence[InfeasibleError]
@@ -248,12 +251,8 @@ class Bench:
             self._offer(pools, split, planner, best, soft=True)
         return errors
 
-    def _pick(
-        self, pools: Sequence[Sequence[PlannedStage]], errors: Sequence[InfeasibleError] = ()
-    ) -> tuple[PlannedStage, ...]:
-        """One plan from each pool: the best of each position, then stage by stage while it helps.
-
-        At equal time the one that rebuilds least on demand, then least in all.
+    def _pick(self, pools: Pools, errors: Sequence[InfeasibleError] = ()) -> tuple[PlannedStage, ...]:
+        """The best plans of the pools.
 
         Raises:
             InfeasibleError: a pool is empty; of ``errors`` the one of the stage that lacks most.
@@ -261,22 +260,27 @@ class Bench:
         if not all(pools):
             empty = {stage for stage, pool in enumerate(pools) if not pool}
             raise max((e for e in errors if e.stage in empty), key=lambda error: error.needed_bytes)
+        return pick(pools, aligned(pools), self.score)
 
-        def cost(stages: Sequence[PlannedStage]) -> tuple[int, int, int]:
-            exposed = sum(s.report.exposed_ns for s in stages)
-            return self.score(stages), exposed, sum(s.report.hidden_ns for s in stages)
+    def _finish(
+        self, pools: Pools, errors: Sequence[InfeasibleError] = (), *known: Sequence[PlannedStage]
+    ) -> tuple[PlannedStage, ...]:
+        """The best of the pools and of the same plans with their stalls filled, no worse than ``known``."""
+        best = self._pick(pools, errors)
+        rows: list[Sequence[PlannedStage]] = [best, *known]
+        if self.options.stall and self.options.soft:
+            rows.append([self._fill(planned) for planned in best])
+            pools = [[*pool, *map(self._fill, pool)] for pool in pools]
+        return pick(pools, rows, self.score)
 
-        rows = [[pool[min(i, len(pool) - 1)] for pool in pools] for i in range(max(map(len, pools)))]
-        best = min(rows, key=cost)
-        value, moved = cost(best), True
-        while moved:
-            moved = False
-            for stage, pool in enumerate(pools):
-                for other in pool:
-                    trial = [*best[:stage], other, *best[stage + 1 :]]
-                    if other is not best[stage] and (worth := cost(trial)) < value:
-                        best, value, moved = trial, worth, True
-        return tuple(best)
+    def _fill(self, planned: PlannedStage) -> PlannedStage:
+        """``planned`` with its stall filled, itself where there is nothing to fill."""
+        if id(planned) not in self._filled:
+            plan = planned.plan
+            problem = stage_problem(self.job, plan.stage, plan.chunks, self._stalls[id(planned)])
+            problem = replace(self.options.restrict(problem), has_stall=True)
+            self._filled[id(planned)] = (planned, filled(problem, planned))
+        return self._filled[id(planned)][1]
 
     def _kept(self, stage: int, layers: tuple[int, ...]) -> SimStage:
         """A rank's times without any recomputation, whatever memory says."""
@@ -335,11 +339,6 @@ class Bench:
         return tuple(
             replace(s, plan=relabel(s.plan, chunks_of(split, pp, rank))) for rank, s in enumerate(stages)
         )
-
-
-def _whole_device(job: Job, error: InfeasibleError, static: int, planner: str) -> InfeasibleError:
-    """The error in terms of what the user set: memory of a device, static memory included."""
-    return does_not_fit(job, error.stage, static + error.needed_bytes, static, planner)
 
 
 def does_not_fit(job: Job, stage: int, needed: int, static: int, planner: str) -> InfeasibleError:

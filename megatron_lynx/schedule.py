@@ -6,7 +6,8 @@ the orders are Megatron's own (``core/pipeline_parallel/schedules.py``). Ranks a
 form *virtual stages*: virtual stage ``chunk * stages + stage`` holds the next layers in order.
 
 Rules that have their only home here: what an action waits for (``requires``), which forward pass
-opens its windows for which backward pass (``serves``), and what is alive (``in_flight``).
+opens its windows for which backward pass (``serves``), and what is alive (``in_flight``,
+``turns``).
 """
 
 from __future__ import annotations

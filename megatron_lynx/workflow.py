@@ -66,7 +66,8 @@ SWITCHES: Mapping[str, SolveOptions] = {
     "without backward windows": replace(OPTIONS, backward=False),
     "without overrun": replace(OPTIONS, soft=False),
 }
-"""What each kind of window is worth: ``opt`` with all of them but one."""
+"""What each kind of window is worth: ``opt`` with all of them but one. A stall is filled only with
+stalls and overrun both on: where the steady state has none, all work in it overruns."""
 
 
 def planner_names() -> tuple[str, ...]:

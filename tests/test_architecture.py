@@ -40,7 +40,8 @@ ALLOWED: dict[str, set[str]] = {
     "simulator": NOUNS,
     "profiler": NOUNS,
     "runtime": NOUNS,
-    "bench": NOUNS | VERBS,
+    "pools": {"planner"},
+    "bench": NOUNS | VERBS | {"pools"},
     "splits": NOUNS | VERBS | {"bench"},
     "workflow": NOUNS | VERBS | {"bench", "splits"},
     "reproduction": NOUNS | VERBS | {"bench", "workflow"},
@@ -64,7 +65,7 @@ HEAVY = {
 RANK_SUFFIX = "_job.py"
 """Files of ``cli`` that run on the ranks of a job that a command starts; they may use torch."""
 
-PURE = NOUNS | VERBS | {"bench", "workflow", "reproduction", "cli"}
+PURE = NOUNS | VERBS | {"pools", "bench", "workflow", "reproduction", "cli"}
 """What must work without torch."""
 
 TYPE_CYCLES = {"runtime/storage.py"}

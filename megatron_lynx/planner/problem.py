@@ -43,8 +43,10 @@ class StageProblem:
     the backward passes of each chunk come: what is alive then, and which windows come before.
     ``budget_bytes`` is what activations may take: device memory less weights, gradients,
     optimizer, logits and the reserve. ``stall_ns`` is the idle time before a backward in the steady
-    state, ``head_ns`` the output layer's collective (last stage only). ``workspace_bytes`` is what
-    each phase of a layer's backward needs besides saved storages; what is not said is nothing.
+    state; ``has_stall`` tells that there is a stall also where that is 0: one before the first backward
+    and in the cooldown (see ``fill``). ``head_ns`` is the output layer's collective (last stage only).
+    ``workspace_bytes`` is what each phase of a layer's backward needs besides saved storages; what is
+    not said is nothing.
     """
 
     stage: int
@@ -56,6 +58,7 @@ class StageProblem:
     forward_slots: tuple[str, ...] = ()
     backward_slots: tuple[str, ...] = ()
     stall_ns: int = 0
+    has_stall: bool = False
     head_ns: int = 0
     workspace_bytes: tuple[int, ...] = ()
     _rooms: dict[tuple[str, str], int] = field(init=False, repr=False, compare=False)
@@ -110,7 +113,7 @@ class StageProblem:
         found: list[Window] = []
         if self.turns[chunk].served:
             found += [Window("fwd", k, slot) for k in self.chunks[chunk] for slot in self.forward_slots]
-        if self.stall_ns and self.turns[chunk].waits:
+        if (self.stall_ns or self.has_stall) and self.turns[chunk].waits:
             found.append(Window("stall"))
         if self.head_ns and chunk == len(self.chunks) - 1:
             found.append(Window("head"))

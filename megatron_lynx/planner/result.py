@@ -38,6 +38,7 @@ class SolveOptions:
             turns=tuple(replace(turn, served=turn.served and self.forward) for turn in problem.turns),
             backward_slots=problem.backward_slots if self.backward else (),
             stall_ns=problem.stall_ns if self.stall else 0,
+            has_stall=problem.has_stall and self.stall,
             head_ns=problem.head_ns if self.head else 0,
         )
 
@@ -74,11 +75,13 @@ class PlannedStage:
 
     ``graph`` is the graph that the figures count by: the problem's own, except for ``selective``
     (Megatron keeps the output of ``core_attention``, which the runtime's region would drop).
+    ``filled`` says that its stall was filled after planning (``fill``).
     """
 
     plan: StagePlan
     report: SolveReport
     graph: LayerGraph
+    filled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,6 +95,7 @@ def stage_problems(
         forward_slots=tuple(sorted(forward, key=names.index)),
         backward_slots=tuple(sorted(backward, key=names.index, reverse=True)),
         stall_ns=draw(st.sampled_from([0, 0, 15, 40])),
+        has_stall=draw(st.booleans()),
         head_ns=draw(st.sampled_from([0, 0, 25])),
         workspace_bytes=tuple(draw(st.integers(0, 10)) for _ in range(3)),
     )
