@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from megatron_lynx.plan import Choice, StagePlan
 from megatron_lynx.planner.baselines import infeasible
-from megatron_lynx.planner.block import Scale
 from megatron_lynx.planner.milp import Model
 from megatron_lynx.planner.price import Pricer, candidates, stage_plan
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import Answer, SolveOptions
+from megatron_lynx.planner.scale import Scale
 
 
 @dataclass(frozen=True, slots=True)

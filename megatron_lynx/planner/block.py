@@ -12,7 +12,6 @@ layer's own backward. Sizes are in a unit that ``Scale`` chooses, times in micro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,44 +22,9 @@ from megatron_lynx.plan import DEMAND, Choice
 from megatron_lynx.planner.milp import Model
 from megatron_lynx.planner.price import candidates
 from megatron_lynx.planner.problem import StageProblem
+from megatron_lynx.planner.scale import Scale, Term
 
-Term = tuple[int, float]
 T = TypeVar("T")
-LARGEST_INTEGER = 1 << 27
-"""Sums of units up to this are exact in the solver's arithmetic with room to spare."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Bytes per unit of the memory rows.
-
-    All sizes are multiples of their greatest common divisor, so a row in that unit is whole and
-    half a unit of slack lets nothing in that does not fit. If that makes sums too large for the
-    solver's tolerance, the unit is coarser, ``exact`` False, and sizes are rounded: up, so that
-    what the solver finds fits, or ``down`` for a bound.
-    """
-
-    unit: int
-    exact: bool
-    down: bool = False
-
-    @classmethod
-    def of(cls, problem: StageProblem, *, down: bool = False) -> Scale:
-        """The unit for ``problem``'s storages."""
-        sizes = [s.size_bytes for s in problem.graph.storages]
-        unit = math.gcd(*sizes) or 1
-        total = sum(sizes) * max(1, problem.most_layers())
-        if total // unit <= LARGEST_INTEGER:
-            return cls(unit, True, down)
-        return cls(-(-total // LARGEST_INTEGER), False, down)
-
-    def size(self, size_bytes: int) -> float:
-        """A storage's size in units."""
-        return float(size_bytes // self.unit if self.down else -(-size_bytes // self.unit))
-
-    def room(self, budget_bytes: int) -> float:
-        """What a row may add up to, with half a unit of slack where that lets nothing in."""
-        return math.floor(budget_bytes / self.unit) + (0.5 if self.exact or self.down else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +50,14 @@ class Block:
         problem: StageProblem,
         slots: Sequence[Slot],
         levels: int,
+        scale: Scale,
         *,
         soft: bool,
         loose: bool = False,
         count: int = 1,
     ) -> None:
         self.model, self.problem, self.slots, self.levels = model, problem, tuple(slots), levels
-        self.count = count
+        self.count, self.scale = count, scale
         self.names = candidates(problem.graph)
         self.order = {name: i for i, name in enumerate(problem.graph.names)}
         self.drop = {name: self._variable() for name in self.names}
@@ -116,6 +81,8 @@ class Block:
         self.release = {s.name: graph.release_phase(s.name) for s in graph.storages}
         self.asked: dict[tuple[str, int], int] = {}
         self.passed: dict[str, int] = {}
+        self._kept: dict[int, tuple[list[Term], float]] = {}
+        self._alive: dict[tuple[int, int], list[Term]] = {}
         self._chains()
         self._purpose()
         self._precedence()
@@ -228,15 +195,20 @@ class Block:
 
     # Memory -------------------------------------------------------------------------------------
 
-    def kept(self, scale: Scale, phase: int = 0) -> tuple[list[Term], float]:
+    def kept(self, phase: int = 0) -> tuple[list[Term], float]:
         """Kept units of one microbatch that are there in ``phase`` of the layer's own backward, or
         before it: terms and a constant."""
+        if phase not in self._kept:
+            self._kept[phase] = self._kept_in(phase)
+        return self._kept[phase]
+
+    def _kept_in(self, phase: int) -> tuple[list[Term], float]:
         terms: list[Term] = []
         constant = 0.0
         for storage in self.problem.graph.storages:
             if self.release[storage.name] < phase:
                 continue
-            size, producer = scale.size(storage.size_bytes), storage.producer
+            size, producer = self.scale.size(storage.size_bytes), storage.producer
             if storage.saved_by:
                 constant += size * self.count
                 terms += [(self.drop[producer], -size)] if producer in self.drop else []
@@ -261,23 +233,26 @@ class Block:
                     self.model.row([*again, *minus(made), (held, -1.0)], at_most=0.0)
         return self.passed[storage.name]
 
-    def alive(self, level: int, scale: Scale, *, done: int | None = None) -> list[Term]:
+    def alive(self, level: int, *, done: int | None = None) -> list[Term]:
         """Units rebuilt and alive at ``level``.
 
         What only passes on is alive as long as some reader is not rebuilt in a window below level
         ``done`` (``level`` unless told).
         """
-        phase, below = level - self.own, self.starts[level if done is None else done]
+        done = level if done is None else done
+        if (level, done) in self._alive:
+            return self._alive[level, done]
+        phase, below = level - self.own, self.starts[done]
 
         def over(reader: str) -> list[Term]:
             return [*self.before(reader, below), *(self._asked(reader, phase - 1) if phase > 0 else [])]
 
-        return self.rebuilt(phase, scale, lambda name: self._made(name, level), over)
+        found = self._alive[level, done] = self.rebuilt(phase, lambda name: self._made(name, level), over)
+        return found
 
     def rebuilt(
         self,
         phase: int,
-        scale: Scale,
         made: Callable[[str], list[Term]],
         over: Callable[[str], list[Term]],
     ) -> list[Term]:
@@ -287,7 +262,7 @@ class Block:
         for storage in self.problem.graph.storages:
             if storage.producer not in self.drop:
                 continue
-            size, here = scale.size(storage.size_bytes), made(storage.producer)
+            size, here = self.scale.size(storage.size_bytes), made(storage.producer)
             if not here:
                 continue
             if not storage.saved_by:

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from itertools import islice
 
 from megatron_lynx.plan import Window
-from megatron_lynx.planner.block import Block, Scale, Slot, Term, minus
+from megatron_lynx.planner.block import Block, Slot, minus
 from megatron_lynx.planner.milp import HALF_NS_IN_US, Model, Solution
 from megatron_lynx.planner.price import candidates
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import SolveOptions
-from megatron_lynx.planner.stage_model import ONE_NS, ONE_UNIT, Counts, scaled
+from megatron_lynx.planner.scale import ONE_NS, ONE_UNIT, Memory, Scale, Term, scaled
+from megatron_lynx.planner.stage_model import Counts
 
 MOST_FILLINGS = 400
 
@@ -60,7 +61,7 @@ class BoundModel:
         slots = problem.backward_slots
         self.caps = [problem.capacity_ns(Window("bwd", 0, slot)) for slot in slots]
         self.chunks = {number: self._chunk(number) for number, layers in enumerate(problem.chunks) if layers}
-        self.peak = None if budget else self.model.variable(1.0, upper=math.inf, integer=False)
+        self.memory = Memory(self.model, problem, self.scale, budget=budget)
         for chunk in self.chunks.values() if budget else ():
             for block in chunk.blocks:
                 for name in block.names:
@@ -100,7 +101,9 @@ class BoundModel:
             at = own + max(map(problem.phase_of, windows))
             slots.append(Slot("own", at, max(self.caps), own=windows[0].slot.partition(".")[0]))
         levels = own + problem.phases
-        return Block(self.model, problem, slots, levels, soft=self.options.soft, loose=True, count=count)
+        return Block(
+            self.model, problem, slots, levels, self.scale, soft=self.options.soft, loose=True, count=count
+        )
 
     def _capacities(self, number: int, budget: bool) -> None:
         """Forward pool, stall, head, and the backward windows down to each layer apart, and all."""
@@ -171,7 +174,7 @@ class BoundModel:
         problem, chunk = self.problem, self.chunks.get(number)
         for moment in problem.turns[number].moments:
             if chunk is None:
-                self._row(*self._kept(moment), 0)
+                self.memory.row(*self._kept(moment), 0)
                 continue
             for phase in range(problem.phases):
                 for i in range(len(chunk.apart)):
@@ -183,7 +186,7 @@ class BoundModel:
         for other, chunk in self.chunks.items():
             for i, block in enumerate(chunk.blocks):
                 times = moment[other] - (other == number and i < done)
-                kept, fixed = block.kept(self.scale)
+                kept, fixed = block.kept()
                 terms += scaled(kept, times)
                 constant += fixed * times
         return terms, constant
@@ -193,25 +196,17 @@ class BoundModel:
         go before others come: of that only what stays is counted."""
         chunk = self.chunks[number]
         terms, constant = self._kept(moment, number, i + 1)
-        here, fixed = chunk.apart[i].kept(self.scale, phase)
+        here, fixed = chunk.apart[i].kept(phase)
         terms += [
             *here,
-            *chunk.apart[i].alive(chunk.apart[i].own + phase, self.scale, done=chunk.apart[i].levels),
+            *chunk.apart[i].alive(chunk.apart[i].own + phase, done=chunk.apart[i].levels),
         ]
         level = chunk.apart[i].own + phase
         for block in chunk.apart[i + 1 :]:
-            terms += block.alive(level, self.scale, done=level + 1)
+            terms += block.alive(level, done=level + 1)
         if chunk.rest is not None:
-            terms += chunk.rest.alive(chunk.before - 1, self.scale, done=chunk.before)
-        self._row(terms, constant + fixed, self.problem.workspace(phase))
-
-    def _row(self, terms: list[Term], constant: float, extra_bytes: int) -> None:
-        if self.peak is not None:
-            constant += extra_bytes / self.scale.unit
-            self.model.row([*terms, (self.peak, -1.0)], at_most=-constant)
-        else:
-            room = self.scale.room(self.problem.budget_bytes - extra_bytes)
-            self.model.row(terms, at_most=room - constant)
+            terms += chunk.rest.alive(chunk.before - 1, done=chunk.before)
+        self.memory.row(terms, constant + fixed, self.problem.workspace(phase))
 
     def solve(self, deadline: float) -> Solution:
         """Minimise until ``deadline`` (``time.monotonic``)."""

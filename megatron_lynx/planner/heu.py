@@ -16,11 +16,12 @@ from typing import cast
 
 from megatron_lynx.plan import Choice, StagePlan, Window
 from megatron_lynx.planner.baselines import infeasible
-from megatron_lynx.planner.block import Block, Scale, Slot, Term, minus, passes_early, tidy
+from megatron_lynx.planner.block import Block, Slot, minus, passes_early, tidy
 from megatron_lynx.planner.milp import HALF_NS_IN_US, Model, Solution
 from megatron_lynx.planner.price import Pricer, fits_whole, stage_plan
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import Answer, SolveOptions
+from megatron_lynx.planner.scale import ONE_NS, ONE_UNIT, Memory, Scale, Term, scaled
 
 Key = tuple[str, str]
 Policy = Mapping[str, Key | str]
@@ -88,8 +89,8 @@ class _PolicyModel:
         slots, self.before = self._slots()
         self.phases = problem.phases
         levels = self.before + 2 * self.phases
-        self.block = Block(self.model, problem, slots, levels, soft=options.soft)
-        self.peak = None if budget else self.model.variable(1.0, upper=math.inf, integer=False)
+        self.block = Block(self.model, problem, slots, levels, self.scale, soft=options.soft)
+        self.memory = Memory(self.model, problem, self.scale, budget=budget)
         self.asked: dict[tuple[str, int], list[Term]] = {}
         self.again = self._again(budget)
         self._capacities(budget)
@@ -172,34 +173,34 @@ class _PolicyModel:
     def _before_backward(self, length: int, flights: int) -> None:
         """The points before the backward of a chunk of ``length`` layers, where ``flights`` layers of
         microbatches are alive."""
-        block, scale = self.block, self.scale
-        kept, constant = block.kept(scale)
+        block = self.block
+        kept, constant = block.kept()
         if not length:
-            self._row(times(flights, kept), constant * flights, 0)
+            self.memory.row(scaled(kept, flights), constant * flights, 0)
             return
         forwards = [j for j, s in enumerate(block.slots) if cast(Key, s.key)[0] == "fwd"]
         for level in range(self.before):
             others = max(forwards) if level in forwards else level
-            terms = [*times(flights, kept), *block.alive(level, scale)]
-            terms += times(length - 1, block.alive(others, scale, done=others + (level in forwards)))
-            self._row(terms, constant * flights, 0)
+            terms = [*scaled(kept, flights), *block.alive(level)]
+            terms += scaled(block.alive(others, done=others + (level in forwards)), length - 1)
+            self.memory.row(terms, constant * flights, 0)
 
     def _first_backwards(self, length: int, flights: int, phase: int) -> None:
         """A phase of the backward of a chunk's last layer, and of the one before it."""
-        block, scale = self.block, self.scale
-        kept, constant = block.kept(scale)
-        here, fixed = block.kept(scale, phase)
-        following = block.alive(self.before + phase, scale)
-        carried = block.alive(self.before - 1, scale, done=self.before)
+        block = self.block
+        kept, constant = block.kept()
+        here, fixed = block.kept(phase)
+        following = block.alive(self.before + phase)
+        carried = block.alive(self.before - 1, done=self.before)
         for gone, own in enumerate((self._last_layer_alive, self._own_alive)[:length]):
             others = length - gone - 1
             second = min(1, others)
-            terms = [*times(flights - gone - 1, kept), *here, *own(phase)]
-            terms += [*times(second, following), *times(others - second, carried)]
-            self._row(terms, constant * (flights - gone - 1) + fixed, self.problem.workspace(phase))
+            terms = [*scaled(kept, flights - gone - 1), *here, *own(phase)]
+            terms += [*scaled(following, second), *scaled(carried, others - second)]
+            self.memory.row(terms, constant * (flights - gone - 1) + fixed, self.problem.workspace(phase))
 
     def _own_alive(self, phase: int) -> list[Term]:
-        return self.block.alive(self.block.own + phase, self.scale)
+        return self.block.alive(self.block.own + phase)
 
     def _last_layer_alive(self, phase: int) -> list[Term]:
         """What is alive in a phase of a last layer's own backward, where the work of ``next`` is on
@@ -207,7 +208,6 @@ class _PolicyModel:
         early = self.block.starts[self.before]
         return self.block.rebuilt(
             phase,
-            self.scale,
             lambda name: self._last_layer_made(name, phase),
             lambda reader: self.block.before(reader, early),
         )
@@ -236,23 +236,10 @@ class _PolicyModel:
             self.asked[name, phase] = asked
         return self.asked[name, phase]
 
-    def _row(self, terms: list[Term], constant: float, extra_bytes: int) -> None:
-        if self.peak is not None:
-            constant += extra_bytes / self.scale.unit
-            self.model.row([*terms, (self.peak, -1.0)], at_most=-constant)
-        else:
-            room = self.scale.room(self.problem.budget_bytes - extra_bytes)
-            self.model.row(terms, at_most=room - constant)
-
     def solve(self) -> Solution:
         deadline = time.monotonic() + self.options.time_limit_s
-        gap = 0.4 if self.peak is not None else 2 * HALF_NS_IN_US - 1e-4
+        gap = ONE_NS if self.memory.peak is None else ONE_UNIT
         return self.model.solve(self.options, deadline=deadline, absolute_gap=gap, plain=True)
 
     def policy(self, solution: Solution) -> Policy:
         return cast(Policy, self.block.choices(solution.values))
-
-
-def times(count: int, terms: list[Term]) -> list[Term]:
-    """The terms, ``count`` times over."""
-    return [(v, f * count) for v, f in terms] if count else []

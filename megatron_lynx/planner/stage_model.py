@@ -10,17 +10,12 @@ from collections.abc import Mapping
 from typing import cast
 
 from megatron_lynx.plan import Choice, StagePlan, Window
-from megatron_lynx.planner.block import Block, Scale, Slot, Term, passes_early, tidy
+from megatron_lynx.planner.block import Block, Slot, passes_early, tidy
 from megatron_lynx.planner.milp import HALF_NS_IN_US, Model, Solution
 from megatron_lynx.planner.price import Load, stage_plan
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import SolveOptions
-
-ONE_UNIT = 0.4
-"""Where a search for the lowest peak may stop: peaks are whole units."""
-ONE_NS = 2 * HALF_NS_IN_US - 1e-4
-"""Where a search for the least time may stop, in microseconds: times are whole nanoseconds."""
-
+from megatron_lynx.planner.scale import ONE_NS, ONE_UNIT, Memory, Scale, Term, scaled
 
 Counts = dict[tuple[int, str], int]
 """By chunk and region, a number of layers."""
@@ -42,7 +37,7 @@ class StageModel:
         reach: int | None = None,
     ) -> None:
         self.problem, self.options, self.reach = problem, options, reach
-        self.model, self.scale = Model(), self._scale()
+        self.model, self.scale = Model(), Scale.of(problem)
         self.step = ONE_NS if budget else ONE_UNIT
         numbers = range(len(problem.chunks))
         self.windows = [problem.windows(chunk) for chunk in numbers]
@@ -55,22 +50,19 @@ class StageModel:
         ]
         """Levels of each chunk before any backward."""
         self.blocks = {layer: self._block(layer) for layer in problem.layers}
-        self.peak = None if budget else self.model.variable(1.0, upper=math.inf, integer=False)
+        self.memory = Memory(self.model, problem, self.scale, budget=budget)
         if budget:
             for block in self.blocks.values():
                 for name in block.names:
                     for variable, factor in block.on_demand(name):
                         self.model.costs[variable] += factor * problem.demand_ns(name) / 1000
-        self.kept = {layer: block.kept(self.scale) for layer, block in self.blocks.items()}
+        self.kept = {layer: block.kept() for layer, block in self.blocks.items()}
         self._capacities(budget)
         self._memory()
 
-    def _scale(self) -> Scale:
-        return Scale.of(self.problem)
-
     def _alive(self, layer: int, level: int) -> list[Term]:
         """Units of one layer that are rebuilt and alive at ``level``."""
-        return self.blocks[layer].alive(level, self.scale)
+        return self.blocks[layer].alive(level)
 
     def _block(self, layer: int) -> Block:
         """The layer's slots: every window that comes before its backward, in order."""
@@ -93,7 +85,7 @@ class StageModel:
                 level = before + i * phases + self.problem.phase_of(window)
                 slots.append(self._slot(window, level, own))
         levels = before + (behind + 1) * phases
-        return Block(self.model, self.problem, slots, levels, soft=self.options.soft)
+        return Block(self.model, self.problem, slots, levels, self.scale, soft=self.options.soft)
 
     def _slot(self, window: Window, level: int, own: str = "") -> Slot:
         capacity = self.problem.capacity_ns(window)
@@ -143,19 +135,11 @@ class StageModel:
                 terms += scaled(kept, alive - over)
                 constant += fixed * (alive - over)
         if layer is not None:
-            kept, fixed = self.blocks[layer].kept(self.scale, phase)
+            kept, fixed = self.blocks[layer].kept(phase)
             terms += kept
             constant += fixed
             extra = self.problem.workspace(phase)
-        self._row(terms, constant, extra)
-
-    def _row(self, terms: list[Term], constant: float, extra_bytes: int) -> None:
-        if self.peak is not None:
-            constant += extra_bytes / self.scale.unit
-            self.model.row([*terms, (self.peak, -1.0)], at_most=-constant)
-        else:
-            room = self.scale.room(self.problem.budget_bytes - extra_bytes)
-            self.model.row(terms, at_most=room - constant)
+        self.memory.row(terms, constant, extra)
 
     def follow(self, demands: Counts) -> None:
         """Rebuild each region on demand in just so many layers of each chunk. Then every solution costs
@@ -190,8 +174,3 @@ class StageModel:
             for layer, block in self.blocks.items()
         }
         return stage_plan(self.problem, made)
-
-
-def scaled(terms: list[Term], count: int) -> list[Term]:
-    """The terms, ``count`` times over."""
-    return [(v, f * count) for v, f in terms] if count else []
