@@ -24,6 +24,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def _finish_compute() -> None:
+    """Wait for the stream that computes, but not for those of collectives."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
 def median_ns(run: Callable[[], Any], before: Callable[[], Any] | None = None, repeats: int = REPEATS) -> int:
     """The median time of ``run``; ``before`` runs untimed each time, such as a barrier."""
     times = []
@@ -209,6 +215,7 @@ def side_by_side(
         start = time.perf_counter_ns()
         handle = launch()
         fill()
+        _finish_compute()
         filled = time.perf_counter_ns()
         handle.wait()
         synchronize()
