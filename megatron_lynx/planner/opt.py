@@ -25,7 +25,7 @@ from megatron_lynx.planner.heu import heu
 from megatron_lynx.planner.price import Pricer, fits_whole, stage_plan
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import Answer, SolveOptions
-from megatron_lynx.planner.stage_model import StageModel
+from megatron_lynx.planner.stage_model import Counts, StageModel
 
 BOUND_SHARE = 0.2
 FOLLOW_SHARE = 0.3
@@ -85,7 +85,7 @@ def restore(problem: StageProblem, plan: StagePlan) -> StagePlan:
 
 
 def _search(problem: StageProblem, options: SolveOptions, *, budget: bool, near_only: bool) -> _Found:
-    """Bound, near plan, then all windows; least time with ``budget``, else the lowest peak."""
+    """Bound, then plans until one meets it; least time with ``budget``, else the lowest peak."""
     begun, pricer = time.monotonic(), Pricer(problem)
     best = _Found(None, math.inf, 0.0)
     for plan in _quick(problem, options) if budget else [everything_on_demand(problem)]:
@@ -98,11 +98,14 @@ def _search(problem: StageProblem, options: SolveOptions, *, budget: bool, near_
     if relaxed.status == "infeasible":
         return _Found(None, math.inf, math.inf)
     best = _Found(best.plan, best.value, max(0.0, relaxed.bound * unit))
-    demands = summed.demands(relaxed) if budget and relaxed.status == "optimal" else None
-    for reach, follow, share in ((1, demands, FOLLOW_SHARE), (1, None, NEAR_SHARE), (None, None, 1.0)):
-        skipped = share == FOLLOW_SHARE and follow is None
-        if skipped or best.value <= best.bound + 0.5 or (near_only and reach is None):
-            continue
+    tries: list[tuple[int | None, Counts | None, float]] = [(1, None, NEAR_SHARE)]
+    if budget and relaxed.status == "optimal":
+        tries.insert(0, (1, summed.demands(relaxed), FOLLOW_SHARE))
+    if not near_only:
+        tries.append((None, None, 1.0))
+    for reach, follow, share in tries:
+        if best.value <= best.bound + 0.5:
+            break
         stage = StageModel(problem, options, budget=budget, reach=reach)
         if follow is not None:
             stage.follow(follow)
