@@ -361,5 +361,8 @@ def _tape_plans(plan: StagePlan, draws: frozenset[str], communicates: frozenset[
             dropped = plan.layer(layer).dropped - {INPUT}
             if following is not None and INPUT in plan.layer(following).dropped:
                 dropped |= {"mlp_bda", "linear_fc2"}
-            found[layer] = TapePlan(layer=layer, dropped=dropped, draws=draws, communicates=communicates)
+            windows = frozenset(n for n, c in plan.layer(layer).choices if isinstance(c, Window))
+            found[layer] = TapePlan(
+                layer=layer, dropped=dropped, draws=draws, communicates=communicates, windows=windows
+            )
     return found

@@ -61,13 +61,15 @@ _BEFORE = {glue.sink: glue for glue in GLUES}
 class TapePlan:
     """What a tape must know of the plan and of the layer: names of regions.
 
-    ``dropped`` are not kept; ``draws`` use random state; ``communicates`` issue a collective.
+    ``dropped`` are not kept; ``draws`` use random state; ``communicates`` issue a collective; ``windows``
+    are rebuilt in a window, so a replay on demand that could make them on the side leaves them to it.
     """
 
     layer: int
     dropped: frozenset[str]
     draws: frozenset[str] = field(default_factory=frozenset)
     communicates: frozenset[str] = field(default_factory=frozenset)
+    windows: frozenset[str] = field(default_factory=frozenset)
 
 
 class Host(Protocol):
@@ -290,11 +292,14 @@ class LayerTape:
         need: TapeStorage | None = None,
         labels: tuple[str, ...] | None = None,
     ) -> None:
-        """Run ``run`` again for ``need`` and everything else of it that is absent and wanted.
+        """Run ``run`` again for ``need`` and everything else of it that is absent and wanted, and that no
+        window is to rebuild.
 
         What it reads is rebuilt first. ``labels`` limits the work to a mask or an output.
         """
         wanted = run.missing(labels)
+        if labels is None:
+            wanted = {s for s in wanted if s.label not in self.plan.windows}
         if need is not None:
             wanted.add(need)
         if not wanted:
