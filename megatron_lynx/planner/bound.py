@@ -30,8 +30,6 @@ from megatron_lynx.planner.scale import ONE_NS, ONE_UNIT, Memory, Scale, Term, s
 from megatron_lynx.planner.stage_model import Counts
 
 MOST_FILLINGS = 400
-
-
 APART = 2
 """Layers with a block of their own."""
 
@@ -195,15 +193,12 @@ class BoundModel:
         """A phase of the backward of layer ``i`` of those apart. What passes through a pool may come and
         go before others come: of that only what stays is counted."""
         chunk = self.chunks[number]
+        block, level = chunk.apart[i], chunk.apart[i].own + phase
         terms, constant = self._kept(moment, number, i + 1)
-        here, fixed = chunk.apart[i].kept(phase)
-        terms += [
-            *here,
-            *chunk.apart[i].alive(chunk.apart[i].own + phase, done=chunk.apart[i].levels),
-        ]
-        level = chunk.apart[i].own + phase
-        for block in chunk.apart[i + 1 :]:
-            terms += block.alive(level, done=level + 1)
+        here, fixed = block.kept(phase)
+        terms += [*here, *block.alive(level, done=block.levels)]
+        for later in chunk.apart[i + 1 :]:
+            terms += later.alive(level, done=level + 1)
         if chunk.rest is not None:
             terms += chunk.rest.alive(chunk.before - 1, done=chunk.before)
         self.memory.row(terms, constant + fixed, self.problem.workspace(phase))

@@ -106,7 +106,7 @@ class _PolicyModel:
         chunks = [i for i, chunk in enumerate(problem.chunks) if chunk]
         if all(problem.turns[i].served for i in chunks):
             for slot in problem.forward_slots:
-                capacity = problem.costs.window_ns(Window("fwd", 0, slot))
+                capacity = problem.capacity_ns(Window("fwd", 0, slot))
                 slots.append(Slot(("fwd", slot), len(slots), capacity))
         if problem.stall_ns and all(problem.turns[i].waits for i in chunks):
             most = max(map(len, problem.chunks))
@@ -116,7 +116,7 @@ class _PolicyModel:
         before = max(1, len(slots))
         for kind in ("next", "own"):
             for slot in problem.backward_slots:
-                capacity = problem.costs.window_ns(Window("bwd", 0, slot))
+                capacity = problem.capacity_ns(Window("bwd", 0, slot))
                 own = slot.partition(".")[0] if kind == "own" else ""
                 level = before + (kind == "own") * problem.phases + problem.phase_of(Window("bwd", 0, slot))
                 slots.append(Slot((kind, slot), level, capacity, own=own))

@@ -34,6 +34,10 @@ from megatron_lynx.graph import LayerGraph
 from megatron_lynx.plan import Window
 from megatron_lynx.schedule import Turn
 
+LEAST_WINDOW = 0.005
+"""A window of a collective counts from this share of a layer's time on. In a shorter one next to
+nothing can be hidden, and what is started there still shares the device with a collective."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProblem:
@@ -67,7 +71,9 @@ class StageProblem:
     def __post_init__(self) -> None:
         layer = [Window("fwd", 0, s) for s in self.forward_slots]
         layer += [Window("bwd", 0, s) for s in self.backward_slots]
-        rooms: dict[tuple[str, str], int] = {(w.kind, w.slot): self.costs.window_ns(w) for w in layer}
+        least = LEAST_WINDOW * (self.costs.layer_forward_ns + self.costs.layer_backward_ns)
+        lengths = [(w, self.costs.window_ns(w)) for w in layer]
+        rooms: dict[tuple[str, str], int] = {(w.kind, w.slot): ns * (ns >= least) for w, ns in lengths}
         rooms |= {("stall", ""): self.stall_ns, ("head", ""): self.head_ns}
         object.__setattr__(self, "_rooms", rooms)
 
@@ -122,7 +128,7 @@ class StageProblem:
         return tuple(found)
 
     def capacity_ns(self, window: Window) -> int:
-        """Time that work in ``window`` may take without delaying anything."""
+        """Time that work in ``window`` may take without delaying anything; 0 if it is too short to count."""
         return self._rooms[window.kind, window.slot]
 
     def work_ns(self, region: str, window: Window) -> int:

@@ -60,10 +60,6 @@ class StageModel:
         self._capacities(budget)
         self._memory()
 
-    def _alive(self, layer: int, level: int) -> list[Term]:
-        """Units of one layer that are rebuilt and alive at ``level``."""
-        return self.blocks[layer].alive(level)
-
     def _block(self, layer: int) -> Block:
         """The layer's slots: every window that comes before its backward, in order."""
         number = self.problem.chunk_of(layer)
@@ -118,7 +114,7 @@ class StageModel:
             points += [(level, layer, phase) for level, (layer, phase) in enumerate(backward, start=before)]
             for level, layer, phase in points:
                 waiting = [k for k in chunk if layer is None or k <= layer]
-                rebuilt = [term for k in waiting for term in self._alive(k, level)]
+                rebuilt = [term for k in waiting for term in self.blocks[k].alive(level)]
                 for moment in turn.moments:
                     self._point(moment, number, layer, phase, rebuilt)
 

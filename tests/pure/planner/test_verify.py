@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from megatron_lynx.errors import ConfigError, InfeasibleError
-from megatron_lynx.plan import LayerPlan, StagePlan, parse_choice
+from megatron_lynx.plan import LayerPlan, StagePlan, Window, parse_choice
 from megatron_lynx.planner import PLANNERS, SolveOptions, StageProblem, plan, verify
 from megatron_lynx.planner.price import Pricer
 from megatron_lynx.planner.verify import timeline, walk
@@ -84,6 +84,15 @@ def test_soft_windows_may_be_overrun_at_a_price() -> None:
     result = walk(problem, stage, soft=True)
     assert result.violations == []
     assert result.exposed_ns == 5
+
+
+def test_a_window_that_is_next_to_nothing_is_none() -> None:
+    """A toy layer takes 480 ns and its waits: half a percent of it is between 2 and 3 ns."""
+    window = Window("fwd", 0, "proj")
+    assert toy_problem(collective_ns=2).capacity_ns(window) == 0
+    assert toy_problem(collective_ns=3).capacity_ns(window) == 3
+    stage = planned(toy_problem(collective_ns=2), "norm=fwd:0:proj", "")
+    assert [v.over for v in verify(toy_problem(collective_ns=2), stage)] == [10]
 
 
 def test_what_overruns_a_window_goes_on_at_full_speed() -> None:
