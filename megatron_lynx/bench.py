@@ -246,8 +246,8 @@ class Bench:
             if any(isinstance(plan, InfeasibleError) for plan in made):
                 break
             stalls = self.stalls([plan for plan in made if isinstance(plan, PlannedStage)])
-        best = self._made_for(pools)
-        if best is not None and self.options.soft and rounds > 1:
+        best = self._made_for(pools) if self.options.soft and rounds > 1 else None
+        if best is not None:
             self._offer(pools, split, planner, best, soft=True)
         return errors
 
