@@ -37,7 +37,7 @@ from megatron_lynx.cli.hosts import LocalHosts, TwoHosts, two_hosts, why_not
 from megatron_lynx.errors import ConfigError
 
 RANKS = 2
-RATE = "1gbit"
+RATE = "400mbit"
 
 # Megatron's flags by method; "{report}" stands for a folder of the method's own.
 METHODS: dict[str, tuple[str, ...]] = {
