@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 
-from megatron_lynx.errors import ConfigError, PlanError
+from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner.adapipe import adapipe
 from megatron_lynx.planner.baselines import (
     full_block,
@@ -22,11 +22,12 @@ from megatron_lynx.planner.baselines import (
 from megatron_lynx.planner.checkmate import checkmate
 from megatron_lynx.planner.greedy import windows
 from megatron_lynx.planner.heu import heu
+from megatron_lynx.planner.judge import judged
 from megatron_lynx.planner.opt import mixed, opt
 from megatron_lynx.planner.price import Pricer
 from megatron_lynx.planner.problem import StageProblem
-from megatron_lynx.planner.result import Answer, PlannedStage, Planner, SolveOptions, SolveReport
-from megatron_lynx.planner.verify import Violation, timeline, verify, walk
+from megatron_lynx.planner.result import Answer, PlannedStage, Planner, SolveOptions
+from megatron_lynx.planner.verify import Violation, verify
 
 __all__ = [
     "PLANNERS",
@@ -73,25 +74,19 @@ def plan(problem: StageProblem, planner: str = "opt", options: SolveOptions | No
     price = Pricer(offered, answer.graph).price(answer.plan)
     if answer.status == "fixed" and price.peak_bytes > problem.budget_bytes:
         raise infeasible(problem, planner, price.peak_bytes)
-    result = walk(offered, answer.plan, graph=answer.graph, soft=options.soft)
-    if result.violations:
-        raise PlanError(f"planner {planner} broke a rule\n{timeline(offered, answer.plan, result)}")
-    bound = answer.bound_ns
-    short = 0 if bound is None else max(0, price.exposed_ns - bound)
-    report = SolveReport(
-        planner=planner if answer.number is None else f"{planner.rstrip('-0123456789')}-{answer.number}",
+    name = planner if answer.number is None else f"{planner.rstrip('-0123456789')}-{answer.number}"
+    return judged(
+        offered,
+        answer.plan,
+        answer.graph or problem.graph,
+        price,
+        who=f"planner {planner}",
+        planner=name,
         status=answer.status,
-        exposed_ns=price.exposed_ns,
-        hidden_ns=price.hidden_ns,
-        kept_bytes=price.kept_bytes,
-        rebuilt_bytes=price.rebuilt_bytes,
-        peak_bytes=price.peak_bytes,
-        peak_point=price.peak_point,
-        bound_ns=bound,
-        gap=short / price.exposed_ns if short else 0.0,
-        wall_ns=time.perf_counter_ns() - started,
+        bound_ns=answer.bound_ns,
+        soft=options.soft,
+        started_ns=started,
     )
-    return PlannedStage(plan=answer.plan, report=report, graph=answer.graph or problem.graph)
 
 
 def _solve(problem: StageProblem, planner: str, options: SolveOptions) -> Answer:

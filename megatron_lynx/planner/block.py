@@ -114,6 +114,12 @@ class Block:
         """1 if ``name`` is rebuilt on demand."""
         return [(self.drop[name], 1.0), *minus(self.before(name, len(self.slots)))]
 
+    def pay_demand(self) -> None:
+        """Charge the model for what is rebuilt on demand, in microseconds."""
+        for name in self.names:
+            for variable, factor in self.on_demand(name):
+                self.model.costs[variable] += factor * self.problem.demand_ns(name) / 1000
+
     def in_slot(self, name: str, j: int) -> list[Term]:
         """1 if ``name`` is rebuilt in slot ``j``."""
         variable = self.by[name][j]

@@ -62,9 +62,7 @@ class BoundModel:
         self.memory = Memory(self.model, problem, self.scale, budget=budget)
         for chunk in self.chunks.values() if budget else ():
             for block in chunk.blocks:
-                for name in block.names:
-                    for variable, factor in block.on_demand(name):
-                        self.model.costs[variable] += factor * problem.demand_ns(name) / 1000
+                block.pay_demand()
         for number in self.chunks:
             self._capacities(number, budget)
         for number in range(len(problem.chunks)):

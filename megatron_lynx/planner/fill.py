@@ -20,13 +20,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron_lynx.errors import PlanError
 from megatron_lynx.graph import INPUT, LayerGraph
 from megatron_lynx.plan import DEMAND, Choice, StagePlan, Window
+from megatron_lynx.planner.judge import judged
 from megatron_lynx.planner.price import Pricer, stage_plan
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import PlannedStage
-from megatron_lynx.planner.verify import timeline, walk
 
 STALL = Window("stall")
 
@@ -44,28 +43,23 @@ def filled(problem: StageProblem, planned: PlannedStage) -> PlannedStage:
     plan = fill_stall(problem, planned.plan, graph)
     if plan == planned.plan:
         return planned
-    result = walk(problem, plan, graph=graph, soft=True)
-    if result.violations:
-        raise PlanError(f"filling the stall broke a rule\n{timeline(problem, plan, result)}")
     price = Pricer(problem, graph).price(plan)
     bound = report.bound_ns
     if bound is not None and bound > price.exposed_ns:
         bound = None  # it was for plans that keep to their windows, and this one overruns the stall
-    short = 0 if bound is None else price.exposed_ns - bound
-    report = replace(
-        report,
+    found = judged(
+        problem,
+        plan,
+        graph,
+        price,
+        who="filling the stall",
+        planner=report.planner,
         status="heuristic" if bound is None else report.status,
-        exposed_ns=price.exposed_ns,
-        hidden_ns=price.hidden_ns,
-        kept_bytes=price.kept_bytes,
-        rebuilt_bytes=price.rebuilt_bytes,
-        peak_bytes=price.peak_bytes,
-        peak_point=price.peak_point,
         bound_ns=bound,
-        gap=short / price.exposed_ns if short else 0.0,
-        wall_ns=report.wall_ns + time.perf_counter_ns() - started,
+        soft=True,
+        started_ns=started - report.wall_ns,
     )
-    return PlannedStage(plan=plan, report=report, graph=graph, filled=True)
+    return replace(found, filled=True)
 
 
 def fill_stall(problem: StageProblem, plan: StagePlan, graph: LayerGraph | None = None) -> StagePlan:

@@ -88,6 +88,7 @@ def _fill(problem: StageProblem, names: tuple[str, ...], stage: Stage) -> None:
     """Put regions into the latest window that has room, most bytes per nanosecond first."""
     windows = [problem.windows(chunk) for chunk in range(len(problem.chunks))]
     room = {(c, w): problem.capacity_ns(w) for c, ws in enumerate(windows) for w in ws}
+    orders = [{w: i for i, w in enumerate(ws)} for ws in windows]
     single = [all(m[c] <= 1 for m in turn.moments) for c, turn in enumerate(problem.turns)]
     saving = [n for n in names if _bytes(problem, n) and not problem.graph.region(n).communicates]
     saving.sort(key=lambda n: problem.demand_ns(n) / _bytes(problem, n))
@@ -96,14 +97,13 @@ def _fill(problem: StageProblem, names: tuple[str, ...], stage: Stage) -> None:
             if not _saves(problem, stage[layer], name):
                 continue
             chunk = problem.chunk_of(layer)
-            order = {w: i for i, w in enumerate(windows[chunk])}
             for window in reversed(windows[chunk]):
                 work = problem.work_ns(name, window)
                 if work > room[chunk, window] or not problem.serves(window, layer, name):
                     continue
                 if single[chunk] and window.kind != "bwd":
                     continue
-                if _ready(problem, stage[layer], name, window, order):
+                if _ready(problem, stage[layer], name, window, orders[chunk]):
                     stage[layer][name] = window
                     room[chunk, window] -= work
                     break

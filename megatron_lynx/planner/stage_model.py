@@ -40,9 +40,9 @@ class StageModel:
         self.model, self.scale = Model(), Scale.of(problem)
         self.step = ONE_NS if budget else ONE_UNIT
         numbers = range(len(problem.chunks))
-        self.windows = [problem.windows(chunk) for chunk in numbers]
-        self.forwards = [[w for w in windows if w.kind == "fwd"] for windows in self.windows]
-        self.idle = [[w for w in windows if w.kind in ("stall", "head")] for windows in self.windows]
+        every = [problem.windows(chunk) for chunk in numbers]
+        self.forwards = [[w for w in windows if w.kind == "fwd"] for windows in every]
+        self.idle = [[w for w in windows if w.kind in ("stall", "head")] for windows in every]
         self.split = passes_early(problem, soft=options.soft)
         self.before = [
             (len(self.forwards[c]) if self.split and self.forwards[c] else 1) + len(self.idle[c])
@@ -53,10 +53,7 @@ class StageModel:
         self.memory = Memory(self.model, problem, self.scale, budget=budget)
         if budget:
             for block in self.blocks.values():
-                for name in block.names:
-                    for variable, factor in block.on_demand(name):
-                        self.model.costs[variable] += factor * problem.demand_ns(name) / 1000
-        self.kept = {layer: block.kept() for layer, block in self.blocks.items()}
+                block.pay_demand()
         self._capacities(budget)
         self._memory()
 
@@ -127,7 +124,7 @@ class StageModel:
         for other, (layers, alive) in enumerate(zip(self.problem.chunks, moment, strict=True)):
             for k in layers:
                 over = layer is not None and other == number and k >= layer
-                kept, fixed = self.kept[k]
+                kept, fixed = self.blocks[k].kept()
                 terms += scaled(kept, alive - over)
                 constant += fixed * (alive - over)
         if layer is not None:

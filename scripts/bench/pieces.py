@@ -20,9 +20,8 @@ def differing(shape: tuple[int, int, int], pieces: int, dtype: torch.dtype, devi
     """Elements that differ where [tokens, in] x [in, out] is run in so many pieces."""
     tokens, inner, outer = shape
     torch.manual_seed(0)
-    options = {"dtype": dtype, "device": device}
-    rows = torch.randn(tokens, inner, **options)  # type: ignore[call-overload]
-    weight = torch.randn(outer, inner, **options)  # type: ignore[call-overload]
+    rows = torch.randn(tokens, inner, dtype=dtype, device=device)
+    weight = torch.randn(outer, inner, dtype=dtype, device=device)
     whole = torch.nn.functional.linear(rows, weight)
     parts = torch.cat([torch.nn.functional.linear(part, weight) for part in rows.chunk(pieces)])
     return int((whole != parts).sum())

@@ -22,7 +22,8 @@ from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.estimate import estimate_costs
 from megatron_lynx.footprint import workspace_bytes
 from megatron_lynx.gpt import backward_slots, forward_slots, layer_graph
-from megatron_lynx.planner import SolveOptions, SolveReport, StageProblem, plan
+from megatron_lynx.planner import SolveOptions, StageProblem, plan
+from megatron_lynx.planner.result import SolveReport
 from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.schedule import Turn
 from megatron_lynx.spec import Batch, Parallel
