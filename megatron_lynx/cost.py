@@ -7,9 +7,10 @@ either estimated from a device's rates (``estimate_costs``) or measured by the p
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
+from statistics import median
 from typing import Any
 
 from megatron_lynx.errors import ConfigError
@@ -55,6 +56,12 @@ class LayerCosts:
         with a collective (``hidden``)."""
         base = self.forward_ns.get(region, 0)
         return round(base * self.contention) if hidden else base
+
+    def at_pace(self, forward: float, backward: float) -> LayerCosts:
+        """The same layer where forward and backward compute take so many times as long; collectives stay."""
+        paces = (("forward_ns", forward), ("dgrad_ns", backward), ("wgrad_ns", backward))
+        compute: Any = {n: {r: round(t * pace) for r, t in getattr(self, n).items()} for n, pace in paces}
+        return replace(self, **compute)
 
     def overlap(self, work_ns: int, wire_ns: int) -> tuple[int, int, int]:
         """Work g and a collective w that start together: the work's time while the collective is on
@@ -145,16 +152,19 @@ class CostTable:
         made: Any = changed
         return replace(self, **made)
 
-    def averaged(self, other: CostTable) -> CostTable:
-        """The mean of two tables of one job, time by time; what is not a time is this one's."""
+    @staticmethod
+    def median(tables: Sequence[CostTable]) -> CostTable:
+        """Time by time the median of tables of one job; what is not a time is the first one's."""
 
-        def mean(ours: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, int]:
-            return {name: (time + theirs.get(name, time)) // 2 for name, time in ours.items()}
+        def middle(name: str) -> dict[str, int]:
+            every = [getattr(table.layer, name) for table in tables]
+            return {key: round(median(times[key] for times in every)) for key in every[0]}
 
-        parts: Any = {n: mean(getattr(self.layer, n), getattr(other.layer, n)) for n in _LAYER_TIMES}
-        layer = replace(self.layer, contention=(self.layer.contention + other.layer.contention) / 2, **parts)
-        times = mean(*({n: getattr(t, n) for n in _TABLE_TIMES} for t in (self, other)))
-        return replace(self, layer=layer).with_times(times)
+        parts: Any = {name: middle(name) for name in _LAYER_TIMES}
+        contention = median(table.layer.contention for table in tables)
+        times = {name: round(median(getattr(table, name) for table in tables)) for name in _TABLE_TIMES}
+        layer = replace(tables[0].layer, contention=contention, **parts)
+        return replace(tables[0], layer=layer).with_times(times)
 
     def to_json(self) -> str:
         """The JSON form, with a schema version; what ``--profile FILE`` reads."""

@@ -51,7 +51,7 @@ class Predictor:
             costs=CostTable.from_json(json.dumps(result["costs"]), "bench"),
             memory_bytes=1 << 60,
         )
-        self.optimizer_ns: int = result["optimizer_ns"]
+        self.outside_ns: int = result["outside_ns"]
         self.sets: Sets = result["working_sets"]
 
     def predict(self, text: str) -> Prediction:
@@ -70,7 +70,7 @@ class Predictor:
         )
         totals = [timeline.totals_ns(stage.stage) for stage in plan.stages]
         return Prediction(
-            step_ns=timeline.makespan_ns + self.optimizer_ns,
+            step_ns=timeline.makespan_ns + self.outside_ns,
             peak_bytes=max(self._peak(timeline, plan, stage.stage) for stage in plan.stages),
             hidden_ns=sum(t.get(passes.HIDDEN, 0) + t.get(passes.STALL, 0) for t in totals),
             exposed_ns=sum(t.get(passes.EXPOSED, 0) for t in totals),

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_lynx.cli.bench_predict import Predictor
 from megatron_lynx.errors import ConfigError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Case:
     model: Mapping[str, Any]
     batch: Mapping[str, Any]
     rounds: int
-    optimizer_ns: int
+    outside_ns: int
     costs: Mapping[str, Any]
     rows: tuple[Measured, ...]
 
@@ -113,7 +113,7 @@ def case_from(name: str, link: str, result: Mapping[str, Any]) -> Case:
         model=result["job"]["model"],
         batch=result["job"]["batch"],
         rounds=result["rounds"],
-        optimizer_ns=result["optimizer_ns"],
+        outside_ns=result["outside_ns"],
         costs=result["costs"],
         rows=tuple(_measured(row, predictor) for row in result["rows"]),
     )

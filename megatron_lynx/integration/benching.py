@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,17 @@ from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.gpt import layer_graph
 from megatron_lynx.integration.bench_methods import Lynx, Stock, dropping, without_windows
 from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
-from megatron_lynx.integration.measuring import agreed, measure, optimizer_ns
+from megatron_lynx.integration.measuring import agreed, measure
 from megatron_lynx.integration.measuring_memory import with_workspaces, working_sets
 from megatron_lynx.integration.planning import from_rank_0
 from megatron_lynx.integration.windows import Hooks
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.plan import Plan, parse_plan
+from megatron_lynx.profiler.measure import timed
 from megatron_lynx.profiler.meter import StorageMeter
 from megatron_lynx.workflow import plan_job
 
-SCHEMA = 1
+SCHEMA = 2
 FITTINGS = 3
 """How often a plan is made anew when the meter disagrees with the budget by more than ``CLOSE``."""
 CLOSE = 0.01
@@ -138,29 +140,34 @@ class InTrainer:
         self.model = model_of(args, get_model_config(self.chunks[0]), device)
         self.rank = torch.distributed.get_rank()
         self.methods: list[Method] = []
-        self.table = CostTable.from_json(request["profile"]) if request.get("profile") else None
-        self.optimizer_ns = 0
+        self.table: CostTable
+        self.tables: list[CostTable] = []
+        self.outside_ns: list[int] = []
+        self._losses: Any = None
         self.working: dict[str, dict[str, int]] = {}
         self.started_s = time.monotonic()
 
     def run(self) -> None:
-        """Measure costs, make the methods, meter them, time them, measure costs again, write the result."""
-        if self.table is None:
-            self.table = agreed(measure(self.chunks, self.model, self.parallel, self.batch))
-        self.optimizer_ns = optimizer_ns(self.optimizer)
+        """Measure costs, make the methods, meter them, time them with costs between, write the result."""
+        self._profile()
         graph = layer_graph(self.model, self.parallel, self.batch)
         self.working = working_sets(self.chunks, self.model, self.parallel, self.batch, graph)
-        self.table = with_workspaces(self.table, self.working, graph)
+        self.table = with_workspaces(self.tables[0], self.working, graph)
         self._say(f"costs measured in {time.monotonic() - self.started_s:.0f} s")
         for method in self._stock_methods():
             self._meter(method)
             self.methods.append(method)
         self._add_lynx_methods()
-        rounds = self._rounds()
-        # The machine drifts while the methods take turns: predictions come from before and after.
-        later = agreed(measure(self.chunks, self.model, self.parallel, self.batch))
-        self.table = self.table.averaged(later)
-        self._write(rounds)
+        self._write(self._rounds())
+
+    def _profile(self) -> None:
+        """Measure what a layer, the ends and the links cost now."""
+        self.tables.append(agreed(measure(self.chunks, self.model, self.parallel, self.batch)))
+
+    def _time_outside(self) -> None:
+        """One step without its schedule: gradients set to zero, their norm, the optimizer."""
+        torch.distributed.barrier()
+        self.outside_ns.append(timed(lambda: self._step(lambda **_: self._losses))[1])
 
     # --- the methods ---------------------------------------------------------------------------
 
@@ -200,7 +207,7 @@ class InTrainer:
 
     def _add_lynx_methods(self) -> None:
         """Plans of named planners without a budget and given plans, then the planner's own for each
-        budget; each of the latter a second time with its windows off."""
+        budget; each of the latter that uses windows a second time with its windows off."""
         for name, planner in self.request.get("planners", {}).items():
             plan = self._planned(self._job(1 << 60), planner)
             self.methods.append(Method(name, "lynx", self._lynx(plan), plan))
@@ -222,6 +229,8 @@ class InTrainer:
             self.methods.append(method)
             assert method.plan is not None
             bare = without_windows(method.plan)
+            if bare.stages == method.plan.stages:
+                continue  # the same plan: it has no window to switch off
             demand = Method(f"{name}, windows off", "demand", self._lynx(bare), bare, target)
             self._meter(demand)
             self.methods.append(demand)
@@ -280,7 +289,8 @@ class InTrainer:
 
         def metered(*args: Any, **kwargs: Any) -> Any:
             with meter:
-                return schedule(*args, **kwargs)
+                self._losses = schedule(*args, **kwargs)
+            return self._losses
 
         gc.collect()
         with self._active(method) as wrap:
@@ -317,13 +327,16 @@ class InTrainer:
 
     def _rounds(self) -> int:
         """Let all methods take their turn, as often as was asked for or as fits into the time that is
-        left; each round begins with another method. Returns the number of rounds."""
+        left; each round begins with another method and ends with a profile, since the machine's speed
+        drifts. Returns the number of rounds."""
         rounds, done = int(self.request.get("rounds") or 0), 0
         while done < (rounds or FEWEST_ROUNDS):
             started = time.monotonic()
             first = done * 7 % len(self.methods)
             for method in self.methods[first:] + self.methods[:first]:
                 self._time(method)
+            self._profile()
+            self._time_outside()
             done += 1
             if not rounds:
                 left = float(self.request["seconds"]) - (time.monotonic() - self.started_s)
@@ -340,10 +353,15 @@ class InTrainer:
             with (self.folder / "progress.txt").open("a") as file:
                 file.write(text + "\n")
 
+    def _median_costs(self) -> CostTable:
+        return replace(CostTable.median(self.tables), workspace_bytes=self.table.workspace_bytes)
+
     def _write(self, rounds: int) -> None:
         """Gather what every rank measured; a step takes as long as its slowest rank."""
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, [method.facts() for method in self.methods])
+        outside: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(outside, statistics.median(self.outside_ns))
         working_all: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(working_all, self.working)
         if self.rank != 0:
@@ -353,7 +371,6 @@ class InTrainer:
             for key, sizes in one.items():
                 for name, size in sizes.items():
                     working[key][name] = max(size, working[key].get(name, 0))
-        assert self.table is not None
         rows = []
         for parts in zip(*everyone, strict=True):
             row = dict(parts[0])
@@ -368,8 +385,8 @@ class InTrainer:
             "schema": SCHEMA,
             "rounds": rounds,
             "job": {n: asdict(getattr(self, n)) for n in ("model", "parallel", "batch")},
-            "costs": json.loads(self.table.to_json()),
-            "optimizer_ns": self.optimizer_ns,
+            "costs": json.loads(self._median_costs().to_json()),
+            "outside_ns": round(max(outside)),
             "working_sets": working,
             "rows": rows,
         }

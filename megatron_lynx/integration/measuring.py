@@ -32,6 +32,7 @@ from megatron_lynx.profiler.measure import (
     gather_ns,
     median_ns,
     side_by_side,
+    timed,
     transfer_ns,
     wgrad_ns,
 )
@@ -46,6 +47,7 @@ LINEARS = {
     "linear_fc2": "mlp.linear_fc2",
 }
 _MASKS = {"self_attn_bda": "self_attn_dropout", "mlp_bda": "mlp_dropout"}
+Times = dict[str, int]
 
 
 class Probe:
@@ -70,16 +72,18 @@ def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
     random = RandomSource(get_cuda_rng_tracker, device)
     with random.replaying(random.capture()):
         collectives, contention = _collectives(layer, model, parallel, batch)
+        run = _LayerRun(chunks, layer, model, parallel, batch)
         with silent_collectives():
-            forward, dgrad, wgrad = _run_layer(chunks, layer, model, parallel, batch)
-        ends = ends_ns(chunks, model, parallel, batch)
-        costs = LayerCosts(
+            forward, dgrad, wgrad = _regions(run, model, batch)
+        alone = LayerCosts(
             forward_ns=forward,
             dgrad_ns=dgrad,
             wgrad_ns=wgrad,
             collective_ns=collectives,
             contention=contention,
         )
+        costs = _accumulating(layer, in_step(alone, *run.whole_ns()))
+        ends = ends_ns(chunks, model, parallel, batch)
         if parallel.tp > 1 and not parallel.sequence_parallel:
             ends["head_window_ns"] = _head_window_ns(chunks, costs, batch)
         p2p = _transfer(layer, model, parallel, batch)
@@ -113,15 +117,6 @@ def _compute_ns(layer: LayerCosts) -> int:
     return sum(sum(times.values()) for times in (layer.forward_ns, layer.dgrad_ns, layer.wgrad_ns))
 
 
-def optimizer_ns(optimizer: Any) -> int:
-    """The optimizer's step, the slowest rank's. It changes the weights a little: for ``lynx bench``
-    and ``lynx profile``, never before training."""
-    here = torch.tensor([median_ns(optimizer.step, before=torch.distributed.barrier, repeats=3)])
-    everyone = [here.clone() for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(everyone, here)
-    return max(int(time) for time in everyone)
-
-
 # --- the layer's compute -------------------------------------------------------------------------
 
 
@@ -148,50 +143,125 @@ def silent_collectives() -> Iterator[None]:
             setattr(module, name, original)
 
 
-Times = dict[str, int]
+_CACHES_BYTES = 1 << 28
+"""More than the caches of any processor or GPU hold."""
 
 
-def _run_layer(
-    chunks: Sequence[Any], layer: Any, model: Model, parallel: Parallel, batch: Batch
-) -> tuple[Times, Times, Times]:
+class _LayerRun:
+    """One layer on an input of its own, as often as it is asked to; no gradient is kept."""
+
+    def __init__(
+        self, chunks: Sequence[Any], layer: Any, model: Model, parallel: Parallel, batch: Batch
+    ) -> None:
+        weight = layer.self_attention.linear_qkv.weight
+        rows = batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
+        size = (rows, batch.micro_batch_size, model.hidden_size)
+        self.chunks, self.layer = chunks, layer
+        self.hidden = torch.randn(size, dtype=weight.dtype, device=weight.device, requires_grad=True)
+        self._grad = torch.ones(size, dtype=weight.dtype, device=weight.device)
+        self._arguments = layer_arguments(chunks, model, batch, weight.device)
+        self._wanted = [self.hidden, *(p for p in layer.parameters() if p.requires_grad)]
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Inside, the layer is in training mode."""
+        before = self.layer.training
+        self.layer.train()
+        try:
+            yield
+        finally:
+            self.layer.train(before)
+
+    def forward(self) -> Any:
+        """The layer's output."""
+        return self.layer(hidden_states=self.hidden, **self._arguments)[0]
+
+    def backward(self, out: Any) -> None:
+        """The gradients of the layer's input and of its parameters."""
+        torch.autograd.grad(out, self._wanted, self._grad, allow_unused=True)
+
+    def whole_ns(self) -> tuple[int, int]:
+        """A forward and a backward as training runs them: collectives included, in step with the ranks
+        of the layer's group, and out of the caches, where the layers between have been."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        between = torch.ones(_CACHES_BYTES // 4, device=self.hidden.device)
+
+        def before() -> None:
+            between.mul_(1)
+            torch.distributed.barrier(group=group)
+
+        forward, backward = [], []
+        with self.training():
+            for _ in range(WARMUP + REPEATS):
+                out, time_ns = timed(self.forward, before)
+                forward.append(time_ns)
+                backward.append(timed(lambda: self.backward(out), before)[1])  # noqa: B023 (runs at once)
+        return round(statistics.median(forward[WARMUP:])), round(statistics.median(backward[WARMUP:]))
+
+
+def _regions(run: _LayerRun, model: Model, batch: Batch) -> tuple[Times, Times, Times]:
     """Times of each region, collectives left out: forward, backward without weight gradients, and
     weight gradients."""
-    by_chunk = transformer_layers(chunks)
+    by_chunk = transformer_layers(run.chunks)
     probe = Probe(tuple(tuple(one.layer_number - 1 for one in layers) for layers in by_chunk))
-    weight = layer.self_attention.linear_qkv.weight
-    rows = batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
-    size = (rows, batch.micro_batch_size, model.hidden_size)
-    hidden = torch.randn(size, dtype=weight.dtype, device=weight.device, requires_grad=True)
-    grad = torch.ones(size, dtype=weight.dtype, device=weight.device)
-    arguments = layer_arguments(chunks, model, batch, weight.device)
     timer = RegionTimer({glue.sink: glue.name for glue in GLUES})
-    parameters = [p for p in layer.parameters() if p.requires_grad]
-    undo = bind(chunks, probe)  # type: ignore[arg-type]
-    trained = layer.training
-    layer.train()
+    undo = bind(run.chunks, probe)  # type: ignore[arg-type]
     try:
-        for _ in range(WARMUP + REPEATS):
-            probe.active = timer
-            out = layer(hidden_states=hidden, **arguments)[0]
-            probe.active = None
-            torch.autograd.grad(out, [hidden, *parameters], grad, allow_unused=True)
-            timer.end_backward()
+        with run.training():
+            for _ in range(WARMUP + REPEATS):
+                probe.active = timer
+                out = run.forward()
+                probe.active = None
+                run.backward(out)
+                timer.end_backward()
     finally:
         undo()
-        layer.train(trained)
     forward, backward = timer.forward_ns(), timer.backward_ns(WARMUP + REPEATS)
     tokens = batch.seq_length * batch.micro_batch_size
     wgrad = {}
     for name, path in LINEARS.items():
-        linear = layer.get_submodule(path)
+        linear = run.layer.get_submodule(path)
         biased = linear.bias is not None and not linear.skip_bias_add
         wgrad[name] = min(wgrad_ns(tokens, linear.weight, biased), backward[name])
-        backward[name] += _accumulate_ns(linear.weight) - wgrad[name]
+        backward[name] -= wgrad[name]
     if model.hidden_dropout:
-        forward |= {mask: _mask_ns(hidden, model.hidden_dropout) for mask in _MASKS.values()}
+        forward |= {mask: _mask_ns(run.hidden, model.hidden_dropout) for mask in _MASKS.values()}
         for region, mask in _MASKS.items():
             forward[region] = max(0, forward[region] - forward[mask])
     return forward, backward, wgrad
+
+
+FASTEST, SLOWEST = 0.25, 4.0
+"""Between these a layer's pace is believed; beyond them a measurement went wrong."""
+
+
+def in_step(costs: LayerCosts, forward_ns: int, backward_ns: int) -> LayerCosts:
+    """``costs`` at the pace at which the whole layer takes ``forward_ns`` and ``backward_ns``.
+
+    Regions timed alone miss what they cost together: ranks wait for whichever is slower at each
+    collective, caches are cold, a device that works ahead of its host hides what starting work costs.
+    """
+    forward = _pace(lambda pace: costs.at_pace(pace, pace).layer_forward_ns, forward_ns)
+    backward = _pace(lambda pace: costs.at_pace(pace, pace).layer_backward_ns, backward_ns)
+    return costs.at_pace(forward, backward)
+
+
+def _pace(time_ns: Callable[[float], int], wanted_ns: int) -> float:
+    """The factor at which ``time_ns``, which grows with it, is ``wanted_ns``."""
+    low, high = FASTEST, SLOWEST
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (middle, high) if time_ns(middle) < wanted_ns else (low, middle)
+    return high
+
+
+def _accumulating(layer: Any, costs: LayerCosts) -> LayerCosts:
+    """``costs`` with what training adds to a linear's backward: its gradient goes on top of those of the
+    microbatches before."""
+    dgrad = dict(costs.dgrad_ns)
+    for name, path in LINEARS.items():
+        dgrad[name] += _accumulate_ns(layer.get_submodule(path).weight)
+    return replace(costs, dgrad_ns=dgrad)
 
 
 def _accumulate_ns(weight: torch.Tensor) -> int:

@@ -30,19 +30,21 @@ def _finish_compute() -> None:
         torch.cuda.current_stream().synchronize()
 
 
+def timed(run: Callable[[], Any], before: Callable[[], Any] | None = None) -> tuple[Any, int]:
+    """What ``run`` returns and its time; ``before`` runs untimed, such as a barrier."""
+    if before is not None:
+        before()
+    synchronize()
+    start = time.perf_counter_ns()
+    found = run()
+    synchronize()
+    return found, time.perf_counter_ns() - start
+
+
 def median_ns(run: Callable[[], Any], before: Callable[[], Any] | None = None, repeats: int = REPEATS) -> int:
-    """The median time of ``run``; ``before`` runs untimed each time, such as a barrier."""
-    times = []
-    for i in range(WARMUP + repeats):
-        if before is not None:
-            before()
-        synchronize()
-        start = time.perf_counter_ns()
-        run()
-        synchronize()
-        if i >= WARMUP:
-            times.append(time.perf_counter_ns() - start)
-    return round(statistics.median(times))
+    """The median time of ``run``; ``before`` runs untimed each time."""
+    times = [timed(run, before)[1] for _ in range(WARMUP + repeats)]
+    return round(statistics.median(times[WARMUP:]))
 
 
 class _Mark(torch.autograd.Function):

@@ -67,7 +67,7 @@ CASE = Case(
     model=asdict(MODEL),
     batch={"seq_length": 512, "micro_batch_size": 2, "global_batch_size": 2},
     rounds=3,
-    optimizer_ns=1,
+    outside_ns=1,
     costs=json.loads(CostTable(layer=COSTS).to_json()),
     rows=(
         row("none", "stock", 2.0, 100),

@@ -348,11 +348,13 @@ def test_a_table_with_other_times() -> None:
     with pytest.raises(KeyError):
         table.with_times({"graph": 1})
     slower = replace(COSTS, forward_ns={"linear_qkv": 200, "linear_fc1": 201}, contention=2.5)
-    mean = table.averaged(CostTable(layer=slower, p2p_ns=8, workspace_bytes=(5, 5)))
-    assert mean.layer.forward_ns == {"linear_qkv": 150, "linear_fc1": 200}
-    assert (mean.layer.contention, mean.p2p_ns, mean.head_window_ns) == (2.0, 6, 3)
-    assert mean.workspace_bytes == (1, 2)
-    assert CostTable.from_json(mean.to_json()) == mean
+    other = CostTable(layer=slower, p2p_ns=8, workspace_bytes=(5, 5))
+    middle = CostTable.median([table, other])
+    assert middle.layer.forward_ns == {"linear_qkv": 150, "linear_fc1": 200}
+    assert (middle.layer.contention, middle.p2p_ns, middle.head_window_ns) == (2.0, 6, 3)
+    assert middle.workspace_bytes == (1, 2)
+    assert CostTable.from_json(middle.to_json()) == middle
+    assert CostTable.median([table, other, other]).layer == other.layer
 
 
 @pytest.mark.parametrize("sizes", ["[1.5]", '["1"]', "[-1]", "[true]"])
