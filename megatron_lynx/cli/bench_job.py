@@ -31,24 +31,25 @@ CASES = {
     "tp2": BenchJob(
         tp=2,
         pp=1,
-        micro_batch_size=2,
+        micro_batch_size=16,
         microbatches=1,
         stock=("full", "block", "selective", "mlp", "core_attn+mlp"),
-        budgets="10%+,60%",
+        budgets="10%+,45%,60%,80%",
     ),
     "pp2": BenchJob(
         tp=1,
         pp=2,
-        micro_batch_size=1,
+        micro_batch_size=8,
         microbatches=4,
         stock=("full", "block", "selective"),
-        budgets="10%+,60%",
+        budgets="10%+,45%,60%,80%",
         every_link=False,
     ),
 }
 """Tensor parallelism shows the windows of collectives, pipeline parallelism the stalls."""
 
-SHAPE = {"num_layers": 8, "hidden_size": 512, "seq_length": 512}
+SHAPE = {"num_layers": 8, "hidden_size": 256, "seq_length": 128}
+"""Sequence over hidden size is GPT-7B's, 2048 to 4096, so that attention is as large a part of a layer."""
 TINY = {"num_layers": 4, "hidden_size": 64, "seq_length": 64}
 HEAD = 64
 """Width of an attention head; a tiny model's is 16."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from rich.table import Table
 
 from megatron_lynx.cli.bench_result import Case, Measured, best_stock, front
-from megatron_lynx.cost import CostTable
+from megatron_lynx.cost import CostTable, LayerCosts
+from megatron_lynx.estimate import estimate_costs
 from megatron_lynx.gpt import backward_slots, layer_graph
 from megatron_lynx.plan import Window
 from megatron_lynx.planner.price import candidates
+from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.spec import Batch, Model, Parallel
 
 COLUMNS = (
@@ -105,7 +108,7 @@ as a caching allocator would (`MALLOC_*`, `GLIBC_TUNABLES`); all methods run und
 - *hidden by plan*: the share of recomputation time that the simulator says windows and stalls hide. *By
   clock*: 1 - (lynx - none) / (windows off - none).
 - *predicted*: by the simulator from costs that were measured in the same process, before the rounds and
-  after them, and how far off it is.
+  after each of them (medians), and how far off it is.
 - A star marks the Pareto front of step time and peak over Megatron's methods and lynx's. *windows off* is
   the same plan with everything rebuilt on demand.
 """
@@ -155,8 +158,11 @@ def findings(case: Case) -> list[str]:
                 f"{rival.step_ns / row.step_ns:.2f}x the fastest stock method of its size, {rival.name};"
             )
         off = case.row(f"{row.name}, windows off")
-        if off is not None:
-            words.append(f"its windows bring {off.step_ns / row.step_ns:.2f}x.")
+        words.append(
+            "its plan uses no window."
+            if off is None
+            else f"its windows bring {off.step_ns / row.step_ns:.2f}x."
+        )
         lines.append(" ".join(words))
     for name, errors, allowed in (
         ("step time", [r.step_error for r in case.rows], 0.08),
@@ -173,19 +179,38 @@ def findings(case: Case) -> list[str]:
 
 
 def _capacity(case: Case) -> list[str]:
-    """What the windows of a layer's backward could hold, beside what there is to run again."""
-    table = CostTable.from_json(json.dumps(case.costs), "the bench's costs")
+    """How much of a layer collectives are, and what the windows of its backward could hold, beside what
+    there is to run again."""
+    layer = CostTable.from_json(json.dumps(case.costs), "the bench's costs").layer
     parallel = Parallel(**case.parallel)
-    windows = [table.layer.window_ns(Window("bwd", 0, slot)) for slot in backward_slots(parallel)]
-    graph = layer_graph(Model(**case.model), parallel, Batch(**case.batch))
-    names = [n for n in candidates(graph) if not graph.region(n).communicates]
-    work, slowed = (sum(table.layer.rebuild_ns(n, hidden=h) for n in names) / 1e6 for h in (False, True))
+    windows = [layer.window_ns(Window("bwd", 0, slot)) for slot in backward_slots(parallel)]
     if not windows:
         return []
+    graph = layer_graph(Model(**case.model), parallel, Batch(**case.batch))
+    names = [n for n in candidates(graph) if not graph.region(n).communicates]
+    work, slowed = (sum(layer.rebuild_ns(n, hidden=h) for n in names) / 1e6 for h in (False, True))
     return [
+        f"- Collectives are {_collective_share(layer):.0%} of a layer's forward. {_on_gpus()}",
         f"- The windows of one layer's backward hold {sum(windows) / 1e6:.0f} ms of work. To run again all "
-        f"of it that needs no collective takes {work:.0f} ms, or {slowed:.0f} ms beside a collective."
+        f"of it that needs no collective takes {work:.0f} ms, or {slowed:.0f} ms beside a collective.",
     ]
+
+
+def _collective_share(layer: LayerCosts) -> float:
+    waits = sum(time for slot, time in layer.collective_ns.items() if slot.startswith("fwd:"))
+    return waits / layer.layer_forward_ns
+
+
+@cache
+def _on_gpus() -> str:
+    """The same share on GPUs, estimated, to compare a bench's link with."""
+    model, parallel = load_model("gpt-7b"), Parallel(tp=4)
+    batch = Batch(seq_length=2048, micro_batch_size=4, global_batch_size=4)
+    shares = []
+    for name in ("a100-40g-nvlink", "a100-40g-pcie"):
+        layer = estimate_costs(model, parallel, batch, load_cluster(name)).layer
+        shares.append(f"{_collective_share(layer):.0%} on {name}")
+    return f"(GPT-7B, TP 4, as `lynx` estimates it: {', '.join(shares)}.)"
 
 
 _LEFT_OUT = """## Left out

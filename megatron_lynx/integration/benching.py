@@ -45,6 +45,8 @@ FITTINGS = 3
 CLOSE = 0.01
 PLANNING_S = 12.0
 """What one plan by ``opt`` may take: there is one for each budget and fitting."""
+PROFILES = 3
+"""Profiles before planning; another one follows each round."""
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 15
 
 
@@ -149,10 +151,11 @@ class InTrainer:
 
     def run(self) -> None:
         """Measure costs, make the methods, meter them, time them with costs between, write the result."""
-        self._profile()
+        for _ in range(PROFILES):
+            self._profile()
         graph = layer_graph(self.model, self.parallel, self.batch)
         self.working = working_sets(self.chunks, self.model, self.parallel, self.batch, graph)
-        self.table = with_workspaces(self.tables[0], self.working, graph)
+        self.table = with_workspaces(CostTable.median(self.tables), self.working, graph)
         self._say(f"costs measured in {time.monotonic() - self.started_s:.0f} s")
         for method in self._stock_methods():
             self._meter(method)

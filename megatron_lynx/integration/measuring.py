@@ -181,14 +181,13 @@ class _LayerRun:
         torch.autograd.grad(out, self._wanted, self._grad, allow_unused=True)
 
     def whole_ns(self) -> tuple[int, int]:
-        """A forward and a backward as training runs them: collectives included, in step with the ranks
-        of the layer's group, and out of the caches, where the layers between have been."""
-        group = parallel_state.get_tensor_model_parallel_group()
+        """A forward and a backward as training runs them: collectives included, in step with the other
+        ranks, and out of the caches, where the layers between have been."""
         between = torch.ones(_CACHES_BYTES // 4, device=self.hidden.device)
 
         def before() -> None:
             between.mul_(1)
-            torch.distributed.barrier(group=group)
+            torch.distributed.barrier()
 
         forward, backward = [], []
         with self.training():

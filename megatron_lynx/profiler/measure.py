@@ -16,6 +16,8 @@ import torch
 
 REPEATS = 5
 WARMUP = 2
+TURNS = 15
+"""How often work alone and work beside a link's operation take turns: their ratio is noisy."""
 
 
 def synchronize() -> None:
@@ -209,22 +211,20 @@ def side_by_side(
         for _ in range(count):
             work()
 
-    fill_ns = max(1, median_ns(fill))
-    works, wholes = [], []
-    for i in range(WARMUP + REPEATS):
+    fills, works, wholes = [], [], []
+    for _ in range(WARMUP + TURNS):
+        fills.append(timed(fill, barrier)[1])
         barrier()
         synchronize()
         start = time.perf_counter_ns()
         handle = launch()
         fill()
         _finish_compute()
-        filled = time.perf_counter_ns()
+        works.append(time.perf_counter_ns() - start)
         handle.wait()
         synchronize()
-        if i >= WARMUP:
-            works.append(filled - start)
-            wholes.append(time.perf_counter_ns() - start)
-    beside_ns, whole_ns = statistics.median(works), statistics.median(wholes)
+        wholes.append(time.perf_counter_ns() - start)
+    fill_ns, beside_ns, whole_ns = (statistics.median(times[WARMUP:]) for times in (fills, works, wholes))
     hidden = beside_ns < whole_ns * 0.95
     return max(1.0, beside_ns / fill_ns), round(max(alone_ns, whole_ns if hidden else alone_ns))
 
@@ -232,7 +232,8 @@ def side_by_side(
 def transfer_ns(size: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: Any) -> int:
     """One transfer of a tensor of ``size`` between neighbours of ``group``: half of a round trip.
 
-    Ranks 0 and 1, 2 and 3, and so on measure at the same time; the last of an odd number waits.
+    Ranks 0 and 1, 2 and 3, and so on measure at the same time; the last of an odd number waits. Only the
+    one that begins knows when the round trip is over: all others return 0.
     """
     tensor = torch.zeros(size, dtype=dtype, device=device)
     me = torch.distributed.get_rank(group=group)
@@ -251,4 +252,5 @@ def transfer_ns(size: tuple[int, ...], dtype: torch.dtype, device: torch.device,
             torch.distributed.recv(tensor, src=peer, group=group)
             torch.distributed.send(tensor, dst=peer, group=group)
 
-    return median_ns(round_trip, before=lambda: torch.distributed.barrier(group=group)) // 2
+    both_ns = median_ns(round_trip, before=lambda: torch.distributed.barrier(group=group))
+    return both_ns // 2 if me < other else 0

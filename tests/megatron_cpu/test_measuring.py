@@ -32,3 +32,32 @@ def test_the_heads_window_is_what_its_slowed_gemm_leaves(
     )
     assert measuring._head_window_ns([body], costs, batch) == 0
     assert measuring._head_window_ns([body, last], costs, batch) == window_ns
+
+
+LAYER = LayerCosts(
+    forward_ns={"linear_fc1": 4000, "activation": 1000},
+    dgrad_ns={"linear_fc1": 3000, "activation": 2000},
+    wgrad_ns={"linear_fc1": 3000},
+    collective_ns={"fwd:linear_fc2": 700, "bwd:linear_fc1": 5000},
+    contention=1.25,
+)
+
+
+@pytest.mark.parametrize("pace", [0.5, 1.0, 1.7])
+def test_a_layer_in_step_takes_what_the_whole_layer_took(pace: float) -> None:
+    forward_ns = round(5000 * pace) + 700
+    # The collective hides the GEMM while 1.25 * 3000 * pace <= 5000, and is hidden by it otherwise.
+    gemm = 3000 * pace
+    backward_ns = round(5000 * pace + max(5000, gemm + 5000 * (1 - 1 / 1.25)))
+    found = measuring.in_step(LAYER, forward_ns, backward_ns)
+    assert found.layer_forward_ns == pytest.approx(forward_ns, rel=2e-3)
+    assert found.layer_backward_ns == pytest.approx(backward_ns, rel=2e-3)
+    assert found.forward_ns["linear_fc1"] == pytest.approx(4000 * pace, rel=3e-3)
+    assert found.wgrad_ns["linear_fc1"] == pytest.approx(3000 * pace, rel=3e-3)
+    assert (found.collective_ns, found.contention) == (LAYER.collective_ns, LAYER.contention)
+
+
+def test_a_pace_beyond_belief_is_not_taken() -> None:
+    found = measuring.in_step(LAYER, 10, 10**9)
+    assert found.forward_ns["linear_fc1"] == pytest.approx(4000 * measuring.FASTEST, rel=5e-3)
+    assert found.wgrad_ns["linear_fc1"] == pytest.approx(3000 * measuring.SLOWEST, rel=5e-3)

@@ -135,14 +135,14 @@ def test_json_round_trips() -> None:
     assert cases == (CASE,)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1, "machine": {}, "cases": [{}]}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2, "machine": {}, "cases": [{}]}'])
 def test_what_is_no_bench_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match=r"bench\.json is not a bench"):
         from_json(text, "bench.json")
 
 
 def test_another_schema_is_refused() -> None:
-    with pytest.raises(ConfigError, match="schema 99 is unknown; 1 works"):
+    with pytest.raises(ConfigError, match="schema 99 is unknown; 2 works"):
         from_json('{"schema": 99}', "bench.json")
 
 
