@@ -1,7 +1,7 @@
 """Trains one small GPT with each recomputation method, and compares them in one table.
 
 Two ranks with tensor parallelism, real Megatron, real text. On CPUs they train over gloo: on two
-hosts made of network namespaces, joined by a cable of 1 Gbit/s, where that can be had (root and
+hosts made of network namespaces, joined by a cable of 400 Mbit/s, where that can be had (root and
 iproute2), else side by side over the loopback, where collectives are too quick to leave windows. On
 a machine with two GPUs they train over NCCL (untested). Everything is written below ``.quickstart``.
 

@@ -43,8 +43,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--links", default="1gbit,400mbit,none", metavar="RATES", help="cable rates; `none` is no limit"
     )
-    parser.add_argument("--cases", default="tp2,pp2", metavar="NAMES", help=f"some of {','.join(CASES)}")
-    parser.add_argument("--minutes", type=float, default=40.0, metavar="N", help="for everything together")
+    parser.add_argument(
+        "--cases", default="tp2,tp2-dropout,pp2", metavar="NAMES", help=f"some of {','.join(CASES)}"
+    )
+    parser.add_argument("--minutes", type=float, default=50.0, metavar="N", help="for everything together")
     parser.add_argument("--rounds", type=whole, metavar="N", help="steps of each method, instead of a time")
     parser.add_argument("--budgets", metavar="LIST", help="such as 10%%+,60%% (of none; + is above full)")
     parser.add_argument("--planner", default="opt", help="who makes lynx's plans (default: opt)")

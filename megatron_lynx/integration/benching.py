@@ -110,7 +110,7 @@ def bench_instead_of_training(request: dict[str, Any], folder: Path, hooks: Hook
             arguments = (forward_step_func, data_iterator, model, optimizer, scheduler, config)
             return original(*arguments, schedule, **more)
 
-        InTrainer(request, folder, hooks, model, optimizer, step, forward_backward_func).run()
+        InTrainer(request, folder, hooks, model, step, forward_backward_func).run()
         raise BenchFinished
 
     training.train_step = bench_step
@@ -129,14 +129,13 @@ class InTrainer:
         folder: Path,
         hooks: Hooks,
         model: Sequence[Any],
-        optimizer: Any,
         step: Callable[[Callable[..., Any]], Any],
         schedule: Callable[..., Any],
     ) -> None:
         args = get_args()
         self.request, self.folder, self.hooks = request, folder, hooks
         self.chunks = unwrap_model(model)
-        self.optimizer, self._step, self._schedule = optimizer, step, schedule
+        self._step, self._schedule = step, schedule
         self.parallel, self.batch = parallel_of(args), batch_of(args)
         device = next(self.chunks[0].parameters()).device
         self.model = model_of(args, get_model_config(self.chunks[0]), device)

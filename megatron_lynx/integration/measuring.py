@@ -182,7 +182,10 @@ class _LayerRun:
 
     def whole_ns(self) -> tuple[int, int]:
         """A forward and a backward as training runs them: collectives included, in step with the other
-        ranks, and out of the caches, where the layers between have been."""
+        ranks, and out of the caches, where the layers between have been.
+
+        Means, not medians: a step is the sum of many layers, stalls of the machine included.
+        """
         between = torch.ones(_CACHES_BYTES // 4, device=self.hidden.device)
 
         def before() -> None:
@@ -195,7 +198,7 @@ class _LayerRun:
                 out, time_ns = timed(self.forward, before)
                 forward.append(time_ns)
                 backward.append(timed(lambda: self.backward(out), before)[1])  # noqa: B023 (runs at once)
-        return round(statistics.median(forward[WARMUP:])), round(statistics.median(backward[WARMUP:]))
+        return round(statistics.mean(forward[WARMUP:])), round(statistics.mean(backward[WARMUP:]))
 
 
 def _regions(run: _LayerRun, model: Model, batch: Batch) -> tuple[Times, Times, Times]:

@@ -5,7 +5,7 @@
 # One GPU: the two ranks of TP=2 or PP=2 share it and talk over gloo, through host memory, so that collectives
 # are slow and windows long. Two GPUs or more: one rank each, over NCCL. Both ranks are on this host.
 #
-#   bash scripts/bench/gpu.sh --cases tp2 --num-layers 24 --hidden-size 2048 --seq-length 2048
+#   bash scripts/bench/gpu.sh --cases tp2        # other flags of `lynx bench` too, such as --hidden-size 4096
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -14,4 +14,5 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
     echo "torch sees no CUDA device here; scripts/bench/two_hosts.sh runs on the CPU" >&2
     exit 2
 fi
-exec "$python" -m megatron_lynx bench --gpu --json bench-gpu.json --folder .bench-gpu "$@"
+shape=(--num-layers 24 --hidden-size 2048 --seq-length 2048 --micro-batch-size 2)
+exec "$python" -m megatron_lynx bench --gpu --json bench-gpu.json --folder .bench-gpu "${shape[@]}" "$@"

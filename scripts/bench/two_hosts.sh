@@ -2,7 +2,7 @@
 # Megatron's own recomputation and lynx on two hosts joined by a cable of a given rate, on one machine: two
 # network namespaces, a veth pair, a token bucket (tc). Needs root. Arguments go to `lynx bench`:
 #
-#   bash scripts/bench/two_hosts.sh                           # 1 Gbit/s, 400 Mbit/s, no limit: 40 minutes
+#   bash scripts/bench/two_hosts.sh                           # 1 Gbit/s, 400 Mbit/s, no limit: 50 minutes
 #   bash scripts/bench/two_hosts.sh --links none --cases tp2  # the cable as fast as it can be
 #
 # Writes bench.json and docs/benchmarks.md with its plots, unless other --json and --docs are given. Keep the
