@@ -108,7 +108,7 @@ as a caching allocator would (`MALLOC_*`, `GLIBC_TUNABLES`); all methods run und
 - *hidden by plan*: the share of recomputation time that the simulator says windows and stalls hide. *By
   clock*: 1 - (lynx - none) / (windows off - none).
 - *predicted*: by the simulator from costs that were measured in the same process, before the rounds and
-  after each of them (medians), and how far off it is.
+  after each of them, and how far off it is.
 - A star marks the Pareto front of step time and peak over Megatron's methods and lynx's. *windows off* is
   the same plan with everything rebuilt on demand.
 """
@@ -117,7 +117,7 @@ as a caching allocator would (`MALLOC_*`, `GLIBC_TUNABLES`); all methods run und
 def docs_text(machine: Mapping[str, Any], cases: Sequence[Case]) -> str:
     """The page."""
     facts = f"{machine['cores']} cores of {machine['processor']}, {machine['device']}, {machine['date']}"
-    parts = [_HEAD, f"Machine: {facts}.\n"]
+    parts = [_HEAD, f"Machine: {facts}. {_on_gpus()}\n"]
     for case in cases:
         parts += [_section(case)]
     parts += [_LEFT_OUT]
@@ -190,7 +190,7 @@ def _capacity(case: Case) -> list[str]:
     names = [n for n in candidates(graph) if not graph.region(n).communicates]
     work, slowed = (sum(layer.rebuild_ns(n, hidden=h) for n in names) / 1e6 for h in (False, True))
     return [
-        f"- Collectives are {_collective_share(layer):.0%} of a layer's forward. {_on_gpus()}",
+        f"- Collectives are {_collective_share(layer):.0%} of a layer's forward.",
         f"- The windows of one layer's backward hold {sum(windows) / 1e6:.0f} ms of work. To run again all "
         f"of it that needs no collective takes {work:.0f} ms, or {slowed:.0f} ms beside a collective.",
     ]
@@ -203,14 +203,17 @@ def _collective_share(layer: LayerCosts) -> float:
 
 @cache
 def _on_gpus() -> str:
-    """The same share on GPUs, estimated, to compare a bench's link with."""
+    """The share of collectives in a layer's forward on GPUs, estimated, to compare a bench's links with."""
     model, parallel = load_model("gpt-7b"), Parallel(tp=4)
     batch = Batch(seq_length=2048, micro_batch_size=4, global_batch_size=4)
     shares = []
     for name in ("a100-40g-nvlink", "a100-40g-pcie"):
         layer = estimate_costs(model, parallel, batch, load_cluster(name)).layer
         shares.append(f"{_collective_share(layer):.0%} on {name}")
-    return f"(GPT-7B, TP 4, as `lynx` estimates it: {', '.join(shares)}.)"
+    return (
+        "What its links stand for can be told from how much of a layer's forward collectives are; for GPT-7B "
+        f"with TP 4 lynx estimates {' and '.join(shares)}."
+    )
 
 
 _LEFT_OUT = """## Left out
