@@ -144,7 +144,7 @@ def silent_collectives() -> Iterator[None]:
 
 
 _CACHES_BYTES = 1 << 28
-"""More than the caches of any processor or GPU hold."""
+"""More than a core or a GPU can cache."""
 
 
 class _LayerRun:
