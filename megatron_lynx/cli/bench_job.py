@@ -56,16 +56,16 @@ SHAPE = {"num_layers": 8, "hidden_size": 128, "seq_length": 64}
 """Sequence over hidden size is GPT-7B's, 2048 to 4096, so that attention is as large a part of a layer.
 The hidden size makes collectives as large a part of it, at 400 Mbit/s, as on GPUs joined by PCIe, and at
 1 Gbit/s a smaller one: the page states both (`bench_report`)."""
-TINY = {"num_layers": 4, "hidden_size": 64, "seq_length": 64}
+TINY = {"num_layers": 4, "hidden_size": 64, "seq_length": 64, "micro_batch_size": 2}
 HEAD = 64
 """Width of an attention head; a tiny model's is 16."""
 
 
 def megatron_arguments(args: argparse.Namespace, name: str, cache: Path) -> list[str]:
     """Megatron's command line for a case."""
-    case, shape = CASES[name], {**SHAPE, **(TINY if args.tiny else {})}
+    case = CASES[name]
+    shape = {**SHAPE, "micro_batch_size": case.micro_batch_size, **(TINY if args.tiny else {})}
     shape |= {key: value for key in shape if (value := getattr(args, key)) is not None}
-    micro = args.micro_batch_size or (2 if args.tiny else case.micro_batch_size)
     values = {
         "num-layers": shape["num_layers"],
         "hidden-size": shape["hidden_size"],
@@ -74,8 +74,8 @@ def megatron_arguments(args: argparse.Namespace, name: str, cache: Path) -> list
         "max-position-embeddings": shape["seq_length"],
         "tensor-model-parallel-size": case.tp,
         "pipeline-model-parallel-size": case.pp,
-        "micro-batch-size": micro,
-        "global-batch-size": micro * case.microbatches,
+        "micro-batch-size": shape["micro_batch_size"],
+        "global-batch-size": shape["micro_batch_size"] * case.microbatches,
         "attention-dropout": case.dropout,
         "hidden-dropout": case.dropout,
         "tokenizer-type": "NullTokenizer",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from rich.table import Table
@@ -201,7 +200,6 @@ def _collective_share(layer: LayerCosts) -> float:
     return waits / layer.layer_forward_ns
 
 
-@cache
 def _on_gpus() -> str:
     """The share of collectives in a layer's forward on GPUs, estimated, to compare a bench's links with."""
     model, parallel = load_model("gpt-7b"), Parallel(tp=4)

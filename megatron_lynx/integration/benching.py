@@ -29,7 +29,7 @@ from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.gpt import layer_graph
 from megatron_lynx.integration.bench_methods import Lynx, Stock, dropping, without_windows
 from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
-from megatron_lynx.integration.measuring import agreed, measure
+from megatron_lynx.integration.measuring import agreed, gathered, measure
 from megatron_lynx.integration.measuring_memory import with_workspaces, working_sets
 from megatron_lynx.integration.planning import from_rank_0
 from megatron_lynx.integration.windows import Hooks
@@ -168,8 +168,8 @@ class InTrainer:
 
     def _time_outside(self) -> None:
         """One step without its schedule: gradients set to zero, their norm, the optimizer."""
-        torch.distributed.barrier()
-        self.outside_ns.append(timed(lambda: self._step(lambda **_: self._losses))[1])
+        empty = partial(self._step, lambda **_: self._losses)
+        self.outside_ns.append(timed(empty, torch.distributed.barrier)[1])
 
     # --- the methods ---------------------------------------------------------------------------
 
@@ -298,9 +298,7 @@ class InTrainer:
         with self._active(method) as wrap:
             schedule = wrap(self._schedule)
             result = self._step(metered)
-        peaks: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(peaks, meter.peak_bytes)
-        method.peak_bytes = max(peaks)
+        method.peak_bytes = max(gathered(meter.peak_bytes))
         loss = result[0].get("lm loss")
         method.loss = None if loss is None else float(loss)
         self._say(f"{method.name}: peak {method.peak_bytes / 1e6:.1f} MB")
@@ -309,7 +307,7 @@ class InTrainer:
         """One timed step, from a barrier to the end of the optimizer on this rank."""
         inside: list[int] = []
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter_ns()
             out = schedule(*args, **kwargs)
             torch.cuda.synchronize()
@@ -320,11 +318,7 @@ class InTrainer:
         with self._active(method) as wrap:
             schedule = wrap(self._schedule)
             torch.cuda.synchronize()
-            torch.distributed.barrier()
-            start = time.perf_counter_ns()
-            self._step(timed)
-            torch.cuda.synchronize()
-            method.step_ns.append(time.perf_counter_ns() - start)
+            method.step_ns.append(timed(partial(self._step, noted), torch.distributed.barrier)[1])
         method.schedule_ns.append(inside[0])
 
     def _rounds(self) -> int:
@@ -355,17 +349,11 @@ class InTrainer:
             with (self.folder / "progress.txt").open("a") as file:
                 file.write(text + "\n")
 
-    def _median_costs(self) -> CostTable:
-        return replace(CostTable.median(self.tables), workspace_bytes=self.table.workspace_bytes)
-
     def _write(self, rounds: int) -> None:
         """Gather what every rank measured; a step takes as long as its slowest rank."""
-        everyone: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, [method.facts() for method in self.methods])
-        outside: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(outside, statistics.median(self.outside_ns))
-        working_all: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(working_all, self.working)
+        everyone = gathered([method.facts() for method in self.methods])
+        outside = gathered(statistics.median(self.outside_ns))
+        working_all = gathered(self.working)
         if self.rank != 0:
             return
         working = {key: {} for key in self.working}  # type: dict[str, dict[str, int]]
@@ -383,11 +371,12 @@ class InTrainer:
                 places.update(part["rebuilt_storages"])
             row["rebuilt_storages"] = dict(places)
             rows.append(row)
+        costs = replace(CostTable.median(self.tables), workspace_bytes=self.table.workspace_bytes)
         whole = {
             "schema": SCHEMA,
             "rounds": rounds,
             "job": {n: asdict(getattr(self, n)) for n in ("model", "parallel", "batch")},
-            "costs": json.loads(self._median_costs().to_json()),
+            "costs": json.loads(costs.to_json()),
             "outside_ns": round(max(outside)),
             "working_sets": working,
             "rows": rows,

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ class Probe:
     def __init__(self, chunks: tuple[tuple[int, ...], ...]) -> None:
         layers = tuple(LayerPlan(layer=layer) for chunk in chunks for layer in chunk)
         self.plan = StagePlan(stage=0, chunks=chunks, layers=layers)
-        self.active: RegionTimer | None = None
+        self.active: Any = None
 
     def run_layer(self, _: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return forward(*args, **kwargs)
@@ -67,12 +69,11 @@ def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
 
     Every rank must call it, since collectives and transfers run.
     """
-    layer = next(layer for layers in transformer_layers(chunks) for layer in layers)
-    device = next(layer.parameters()).device
-    random = RandomSource(get_cuda_rng_tracker, device)
+    random = RandomSource(get_cuda_rng_tracker, next(chunks[0].parameters()).device)
     with random.replaying(random.capture()):
+        run = LayerRun(chunks, model, parallel, batch)
+        layer = run.layer
         collectives, contention = _collectives(layer, model, parallel, batch)
-        run = _LayerRun(chunks, layer, model, parallel, batch)
         with silent_collectives():
             forward, dgrad, wgrad = _regions(run, model, batch)
         alone = LayerCosts(
@@ -96,8 +97,7 @@ def agreed(table: CostTable) -> CostTable:
     """One table for all ranks: a layer's compute is that of the slowest rank, since the others wait for
     it (the slowest as a whole: the slowest of each region would add all ranks' noise up); a collective
     or transfer is the fastest rank's measure, since a slow one includes waiting."""
-    tables: list[CostTable] = [table] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(tables, table)
+    tables = gathered(table)
     slowest = max((one.layer for one in tables), key=_compute_ns)
     slots = slowest.collective_ns
     layer = replace(
@@ -110,6 +110,13 @@ def agreed(table: CostTable) -> CostTable:
     window = min((t for one in tables if (t := one.head_window_ns)), default=0)
     p2p = min((t for one in tables if (t := one.p2p_ns)), default=0)
     return replace(table, layer=layer, head_window_ns=window, p2p_ns=p2p, **ends)
+
+
+def gathered(own: Any) -> list[Any]:
+    """``own`` of every rank, in their order. Every rank must call it."""
+    everyone = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, own)
+    return everyone
 
 
 def _compute_ns(layer: LayerCosts) -> int:
@@ -147,12 +154,11 @@ _CACHES_BYTES = 1 << 28
 """More than a core or a GPU can cache."""
 
 
-class _LayerRun:
-    """One layer on an input of its own, as often as it is asked to; no gradient is kept."""
+class LayerRun:
+    """The first layer on an input of its own, as often as it is asked to; no gradient is kept."""
 
-    def __init__(
-        self, chunks: Sequence[Any], layer: Any, model: Model, parallel: Parallel, batch: Batch
-    ) -> None:
+    def __init__(self, chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch) -> None:
+        layer = next(layer for layers in transformer_layers(chunks) for layer in layers)
         weight = layer.self_attention.linear_qkv.weight
         rows = batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
         size = (rows, batch.micro_batch_size, model.hidden_size)
@@ -171,6 +177,19 @@ class _LayerRun:
             yield
         finally:
             self.layer.train(before)
+
+    @contextlib.contextmanager
+    def probed(self) -> Iterator[Probe]:
+        """Inside, the layer is in training mode, and its submodules answer to what the probe's ``active``
+        is set to."""
+        by_chunk = transformer_layers(self.chunks)
+        probe = Probe(tuple(tuple(one.layer_number - 1 for one in layers) for layers in by_chunk))
+        undo = bind(self.chunks, probe)  # type: ignore[arg-type]
+        try:
+            with self.training():
+                yield probe
+        finally:
+            undo()
 
     def forward(self) -> Any:
         """The layer's output."""
@@ -197,27 +216,21 @@ class _LayerRun:
             for _ in range(WARMUP + REPEATS):
                 out, time_ns = timed(self.forward, before)
                 forward.append(time_ns)
-                backward.append(timed(lambda: self.backward(out), before)[1])  # noqa: B023 (runs at once)
+                backward.append(timed(partial(self.backward, out), before)[1])
         return round(statistics.mean(forward[WARMUP:])), round(statistics.mean(backward[WARMUP:]))
 
 
-def _regions(run: _LayerRun, model: Model, batch: Batch) -> tuple[Times, Times, Times]:
+def _regions(run: LayerRun, model: Model, batch: Batch) -> tuple[Times, Times, Times]:
     """Times of each region, collectives left out: forward, backward without weight gradients, and
     weight gradients."""
-    by_chunk = transformer_layers(run.chunks)
-    probe = Probe(tuple(tuple(one.layer_number - 1 for one in layers) for layers in by_chunk))
     timer = RegionTimer({glue.sink: glue.name for glue in GLUES})
-    undo = bind(run.chunks, probe)  # type: ignore[arg-type]
-    try:
-        with run.training():
-            for _ in range(WARMUP + REPEATS):
-                probe.active = timer
-                out = run.forward()
-                probe.active = None
-                run.backward(out)
-                timer.end_backward()
-    finally:
-        undo()
+    with run.probed() as probe:
+        for _ in range(WARMUP + REPEATS):
+            probe.active = timer
+            out = run.forward()
+            probe.active = None
+            run.backward(out)
+            timer.end_backward()
     forward, backward = timer.forward_ns(), timer.backward_ns(WARMUP + REPEATS)
     tokens = batch.seq_length * batch.micro_batch_size
     wgrad = {}
@@ -250,11 +263,9 @@ def in_step(costs: LayerCosts, forward_ns: int, backward_ns: int) -> LayerCosts:
 
 def _pace(time_ns: Callable[[float], int], wanted_ns: int) -> float:
     """The factor at which ``time_ns``, which grows with it, is ``wanted_ns``."""
-    low, high = FASTEST, SLOWEST
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        low, high = (middle, high) if time_ns(middle) < wanted_ns else (low, middle)
-    return high
+    paces = range(round(FASTEST * 1000), round(SLOWEST * 1000))
+    found = bisect_left(paces, wanted_ns, key=lambda pace: time_ns(pace / 1000))
+    return (paces.start + found) / 1000
 
 
 def _accumulating(layer: Any, costs: LayerCosts) -> LayerCosts:

@@ -18,9 +18,8 @@ from megatron_lynx.cost import CostTable
 from megatron_lynx.footprint import phase_workspaces
 from megatron_lynx.gpt import layer_graph
 from megatron_lynx.graph import INPUT, LayerGraph
-from megatron_lynx.integration.binding import bind, transformer_layers
-from megatron_lynx.integration.measuring import Probe, agreed, measure, silent_collectives
-from megatron_lynx.integration.measuring_ends import layer_arguments, run_ends
+from megatron_lynx.integration.measuring import LayerRun, agreed, gathered, measure, silent_collectives
+from megatron_lynx.integration.measuring_ends import run_ends
 from megatron_lynx.profiler.measure import mark_tensors
 from megatron_lynx.profiler.meter import StorageMeter
 from megatron_lynx.runtime.rng import RandomSource
@@ -75,33 +74,19 @@ def working_sets(
 ) -> dict[str, dict[str, int]]:
     """``forward`` and ``backward``: by region, the peak while it runs beyond what is saved then;
     ``ends``: the peak in the ``embedding`` or ``head`` of this rank."""
-    by_chunk = transformer_layers(chunks)
-    layer = by_chunk[0][0]
-    probe = Probe(tuple(tuple(one.layer_number - 1 for one in layers) for layers in by_chunk))
-    weight = layer.self_attention.linear_qkv.weight
-    rows = batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
-    size = (rows, batch.micro_batch_size, model.hidden_size)
-    hidden = torch.randn(size, dtype=weight.dtype, device=weight.device, requires_grad=True)
-    arguments = layer_arguments(chunks, model, batch, weight.device)
+    run = LayerRun(chunks, model, parallel, batch)
     meter = StorageMeter()
     regions = _RegionMeter(meter)
-    undo = bind(chunks, probe)  # type: ignore[arg-type]
-    trained = layer.training
-    layer.train()
-    try:
-        with silent_collectives(), meter:
-            probe.active = regions  # type: ignore[assignment]
-            out = layer(hidden_states=hidden, **arguments)[0]
-            probe.active = None
-            # The product makes autograd itself own the gradient that comes in, as in training.
-            loss = (out * 2.0).sum()
-            del out
-            meter.peak_bytes = meter.live_bytes
-            torch.autograd.grad(loss, hidden)
-            regions.end()
-    finally:
-        undo()
-        layer.train(trained)
+    with run.probed() as probe, silent_collectives(), meter:
+        probe.active = regions
+        out = run.forward()
+        probe.active = None
+        # The product makes autograd itself own the gradient that comes in, as in training.
+        loss = (out * 2.0).sum()
+        del out
+        meter.peak_bytes = meter.live_bytes
+        torch.autograd.grad(loss, run.hidden)
+        regions.end()
     return {
         "forward": _beyond(regions.forward, graph, saved_after_forward),
         "backward": _beyond(regions.backward, graph, saved_before_backward),
@@ -122,9 +107,7 @@ def measured_costs(chunks: Sequence[Any], model: Model, parallel: Parallel, batc
 def with_workspaces(table: CostTable, sets: Mapping[str, Mapping[str, int]], graph: LayerGraph) -> CostTable:
     """``table`` with the workspace of each phase of a layer's backward: the largest of all ranks."""
     own = phase_workspaces(graph, sets["backward"])
-    everyone = [own] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, own)
-    return replace(table, workspace_bytes=tuple(map(max, zip(*everyone, strict=True))))
+    return replace(table, workspace_bytes=tuple(map(max, zip(*gathered(own), strict=True))))
 
 
 def _beyond(peaks: Mapping[str, int], graph: LayerGraph, saved: Any) -> dict[str, int]:

@@ -43,9 +43,9 @@ def timed(run: Callable[[], Any], before: Callable[[], Any] | None = None) -> tu
     return found, time.perf_counter_ns() - start
 
 
-def median_ns(run: Callable[[], Any], before: Callable[[], Any] | None = None, repeats: int = REPEATS) -> int:
+def median_ns(run: Callable[[], Any], before: Callable[[], Any] | None = None) -> int:
     """The median time of ``run``; ``before`` runs untimed each time."""
-    times = [timed(run, before)[1] for _ in range(WARMUP + repeats)]
+    times = [timed(run, before)[1] for _ in range(WARMUP + REPEATS)]
     return round(statistics.median(times[WARMUP:]))
 
 

@@ -28,8 +28,9 @@ def main() -> int:
     """Measure and print; the exit code is 1 if a ratio is above what it may be."""
     parser = argparse.ArgumentParser(description="Measure what the runtime itself costs.")
     configure(parser)
-    parser.set_defaults(local=True, cases="tp2-dropout", rounds=15, folder=Path(".bench") / "overhead")
-    parser.set_defaults(hidden_size=512, seq_length=512, micro_batch_size=2)
+    shape = {"hidden_size": 512, "seq_length": 512, "micro_batch_size": 2}
+    folder = Path(".bench") / "overhead"
+    parser.set_defaults(local=True, cases="tp2-dropout", rounds=15, folder=folder, **shape)
     args = parser.parse_args()
     args.overhead = True
     try:
