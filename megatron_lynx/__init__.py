@@ -23,17 +23,17 @@ _HOMES = {
     "Parallel": "spec",
     "Plan": "plan",
     "PlanError": "errors",
-    "Planned": "workflow",
-    "Row": "rows",
-    "compare": "workflow",
+    "Planned": "search.workflow",
+    "Row": "search.rows",
+    "compare": "search.workflow",
     "estimate_costs": "estimate",
-    "layer_graph": "gpt",
+    "layer_graph": "layers.local",
     "load_cluster": "presets",
     "load_model": "presets",
     "make_job": "job",
     "parse_plan": "plan",
-    "plan_job": "workflow",
-    "plan_with_costs": "workflow",
+    "plan_job": "search.workflow",
+    "plan_with_costs": "search.workflow",
 }
 
 __all__ = [*_HOMES]  # sorted, and complete: a test holds both

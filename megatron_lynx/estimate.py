@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lynx.cost import CostTable, LayerCosts
-from megatron_lynx.gpt import backward_slots, forward_slots, layer_graph
 from megatron_lynx.hardware import Cluster, Device, Link
+from megatron_lynx.layers.local import backward_slots, forward_slots, layer_graph
 from megatron_lynx.spec import Batch, Model, Parallel
 
 FLASH_BACKWARD = 2.5

@@ -12,9 +12,9 @@ from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import estimate_costs
 from megatron_lynx.footprint import Footprint, footprint, step_ns, workspace_bytes
-from megatron_lynx.gpt import layer_graph
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.hardware import Cluster
+from megatron_lynx.layers.local import layer_graph
 from megatron_lynx.schedule import actions, in_flight
 from megatron_lynx.spec import Batch, Model, Parallel, check_job
 from megatron_lynx.units import format_bytes

@@ -10,7 +10,7 @@ import shlex
 import sys
 
 from megatron_lynx.cli.job import add_job_flags, choices_from
-from megatron_lynx.workflow import Job
+from megatron_lynx.search.workflow import Job
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -167,7 +167,7 @@ def _run_ranks(folder: Path, hosts: LocalHosts | TwoHosts, gpu: bool, console: C
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(RANKS):
-            own = [sys.executable, "-m", "megatron_lynx.integration.bench_rank", str(folder)]
+            own = [sys.executable, "-m", "megatron_lynx.integration.benching.rank", str(folder)]
             pin = ["taskset", "-c", str(cores[rank])] if len(cores) >= RANKS else []
             with (folder / f"rank{rank}.log").open("wb") as log:
                 ranks.append(

@@ -14,12 +14,12 @@ from typing import Any
 from megatron_lynx.cost import CostTable
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.plan import Plan, parse_plan
+from megatron_lynx.search.workflow import check_plan, graph_of
 from megatron_lynx.simulator import passes
 from megatron_lynx.simulator.engine import SimJob, simulate
 from megatron_lynx.simulator.passes import Delta
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.spec import Batch, Model, Parallel
-from megatron_lynx.workflow import check_plan, graph_of
 
 Sets = Mapping[str, Mapping[str, int]]
 """Working sets in bytes: ``forward`` and ``backward`` by region, ``ends`` by end."""

@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron_lynx.cli.bench_result import Case, Measured, best_stock, front
 from megatron_lynx.cost import CostTable, LayerCosts
 from megatron_lynx.estimate import estimate_costs
-from megatron_lynx.gpt import backward_slots, layer_graph
+from megatron_lynx.layers.local import backward_slots, layer_graph
 from megatron_lynx.plan import Window
 from megatron_lynx.planner.price import candidates
 from megatron_lynx.presets import load_cluster, load_model

@@ -9,8 +9,8 @@ from megatron_lynx.cli.docs import write_comparison
 from megatron_lynx.cli.html import comparison_page, write_page
 from megatron_lynx.cli.job import add_job_flags, choices_from
 from megatron_lynx.cli.report import compare_table, console, job_line, print_notes, progress
-from megatron_lynx.rows import compare_json
-from megatron_lynx.workflow import compare
+from megatron_lynx.search.rows import compare_json
+from megatron_lynx.search.workflow import compare
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -10,10 +10,10 @@ from megatron_lynx.cli.report import compare_cells, progress, speedup
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.presets import load_cluster, load_model
-from megatron_lynx.rows import Row
+from megatron_lynx.search.rows import Row
+from megatron_lynx.search.workflow import MEGATRON_METHODS, best_of, compare, reference
 from megatron_lynx.spec import Batch, Parallel
 from megatron_lynx.units import format_bytes, format_ns
-from megatron_lynx.workflow import MEGATRON_METHODS, best_of, compare, reference
 
 CLUSTERS = ("a100-40g-nvlink", "a100-40g-pcie")
 

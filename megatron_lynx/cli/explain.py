@@ -18,9 +18,9 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job
 from megatron_lynx.plan import DEMAND, LayerPlan, Plan, StagePlan, Window, parse_plan
+from megatron_lynx.search.workflow import check_plan, graph_of, timeline_of
 from megatron_lynx.simulator.memory import Peak, peak
 from megatron_lynx.units import format_bytes, format_ns
-from megatron_lynx.workflow import check_plan, graph_of, timeline_of
 
 SCHEMA = 1
 _STYLES = {"keep": "dim", "demand": "red", "window": "green"}

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lynx.cli.explain import relative
-from megatron_lynx.gpt import FORWARD_ORDER
 from megatron_lynx.graph import INPUT, LayerGraph
 from megatron_lynx.job import Job
+from megatron_lynx.layers.local import FORWARD_ORDER
 from megatron_lynx.plan import Plan, StagePlan, Window
-from megatron_lynx.rows import job_facts
+from megatron_lynx.search.rows import job_facts
+from megatron_lynx.search.workflow import graph_of
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.simulator.memory import peak
 from megatron_lynx.simulator.passes import Delta, Pass, Piece
 from megatron_lynx.simulator.timeline import Timeline
-from megatron_lynx.workflow import graph_of
 
 SCHEMA = 1
 """Version of the data inside the page."""

@@ -16,9 +16,9 @@ from megatron_lynx.cli.megatron_args import MegatronArgs, read_args
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.presets import load_cluster, make_model, preset_names, read_toml
+from megatron_lynx.search.workflow import PARTITIONS, TIME_LIMIT_S, Job, make_job, planner_names
 from megatron_lynx.spec import Batch, Model, Parallel
 from megatron_lynx.units import parse_bytes, parse_ns
-from megatron_lynx.workflow import PARTITIONS, TIME_LIMIT_S, Job, make_job, planner_names
 
 DEFAULTS: Mapping[str, Any] = {
     "cluster": "a100-40g-nvlink",

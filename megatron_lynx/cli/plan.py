@@ -9,8 +9,8 @@ from pathlib import Path
 from megatron_lynx.cli.job import add_job_flags, choices_from
 from megatron_lynx.cli.report import console, job_line, print_notes, progress, stage_table, summary
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.rows import compare_json
-from megatron_lynx.workflow import Planned, plan_job
+from megatron_lynx.search.rows import compare_json
+from megatron_lynx.search.workflow import Planned, plan_job
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29511")
-    from megatron_lynx.integration.profiling import profile
+    from megatron_lynx.integration.measuring.profiling import profile
 
     table = profile(arguments, args.output)
     if os.environ["RANK"] == "0":

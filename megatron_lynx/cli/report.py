@@ -11,9 +11,9 @@ from rich.status import Status
 from rich.table import Table
 
 from megatron_lynx.job import Job
-from megatron_lynx.rows import Row
+from megatron_lynx.search.rows import Row
+from megatron_lynx.search.workflow import MEGATRON_METHODS, best_of, reference
 from megatron_lynx.units import format_bytes, format_ns
-from megatron_lynx.workflow import MEGATRON_METHODS, best_of, reference
 
 NO_BUDGET_BYTES = 1 << 59
 """More than any device has: a run that named no budget plans for 2^60."""

@@ -11,7 +11,7 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.reproduction.document import document, images
 from megatron_lynx.reproduction.overlap import Result, from_json, measure, settings, to_json
 from megatron_lynx.reproduction.text_times import Timings
-from megatron_lynx.workflow import TIME_LIMIT_S
+from megatron_lynx.search.workflow import TIME_LIMIT_S
 
 DEFAULT = "docs/reproduction.md"
 

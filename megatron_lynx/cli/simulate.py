@@ -16,13 +16,13 @@ from megatron_lynx.cli.report import console, job_line, print_notes, progress
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.job import Job
 from megatron_lynx.plan import Plan
-from megatron_lynx.rows import job_facts
+from megatron_lynx.search.rows import job_facts
+from megatron_lynx.search.workflow import plan_job, timeline_of
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.simulator.memory import peak
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.simulator.trace import to_json
 from megatron_lynx.units import format_bytes, format_ns
-from megatron_lynx.workflow import plan_job, timeline_of
 
 SCHEMA = 1
 _COLUMNS = {

@@ -6,9 +6,9 @@ import atexit
 import contextlib
 from collections.abc import Iterator
 
-from megatron_lynx.integration.cpu import cpu_backend_if_requested
-from megatron_lynx.integration.dataset_helpers import shipped_dataset_helpers
-from megatron_lynx.integration.norm import sequence_parallel_norm
+from megatron_lynx.integration.cpu.backend import cpu_backend_if_requested
+from megatron_lynx.integration.cpu.dataset_helpers import shipped_dataset_helpers
+from megatron_lynx.integration.cpu.norm import sequence_parallel_norm
 from megatron_lynx.integration.recorder import recorder_if_requested
 from megatron_lynx.integration.trainer import lynx_trainer
 

@@ -14,10 +14,10 @@ import torch
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import LynxError
 from megatron_lynx.integration.describe import model_before_validation
-from megatron_lynx.integration.measuring_memory import measured_costs
+from megatron_lynx.integration.measuring.memory import measured_costs
 from megatron_lynx.plan import Plan, parse_plan
+from megatron_lynx.search.workflow import plan_with_costs
 from megatron_lynx.spec import Batch, Model, Parallel
-from megatron_lynx.workflow import plan_with_costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.integration.cpu import cpu_backend_active
+from megatron_lynx.integration.cpu.backend import cpu_backend_active
 
 # What upstream uses where a flag is not given; evaluation has no default there and fails late.
 ARGUMENT_DEFAULTS: dict[str, Any] = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}

@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_lynx.gpt import backward_slots, forward_slots
 from megatron_lynx.integration.binding import bind, transformer_layers
 from megatron_lynx.integration.windows import Hooks, in_step
+from megatron_lynx.layers.local import backward_slots, forward_slots
 from megatron_lynx.plan import StagePlan
 from megatron_lynx.runtime.executor import Executor
 from megatron_lynx.runtime.record import StepRecord

@@ -20,7 +20,6 @@ from megatron.training import get_args, print_rank_0
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import PlanError
-from megatron_lynx.gpt import layer_graph
 from megatron_lynx.integration.arguments import (
     budget_bytes,
     check_arguments,
@@ -28,7 +27,7 @@ from megatron_lynx.integration.arguments import (
     with_lynx_arguments,
 )
 from megatron_lynx.integration.binding import transformer_layers
-from megatron_lynx.integration.cpu import cpu_backend_active
+from megatron_lynx.integration.cpu.backend import cpu_backend_active
 from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
 from megatron_lynx.integration.install import install
 from megatron_lynx.integration.planning import Asked, make_plan, split_layout
@@ -36,6 +35,7 @@ from megatron_lynx.integration.report import ReportWriter
 from megatron_lynx.integration.session import Session
 from megatron_lynx.integration.targets import TARGETS, Target
 from megatron_lynx.integration.windows import Hooks, in_step
+from megatron_lynx.layers.local import layer_graph
 from megatron_lynx.plan import Plan, fingerprint, parse_plan
 
 UNLIMITED_BYTES = 1 << 60

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_lynx.gpt import layer_graph
 from megatron_lynx.graph import INPUT, LayerGraph
+from megatron_lynx.layers.local import layer_graph
 from megatron_lynx.planner.baselines import ATTENTION, megatron_graph
 from megatron_lynx.schedule import in_flight
 from megatron_lynx.spec import Batch, Model, Parallel

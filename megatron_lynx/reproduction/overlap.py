@@ -17,8 +17,8 @@ from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.hardware import Cluster
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.presets import load_cluster, load_model
+from megatron_lynx.search.workflow import TIME_LIMIT_S, Planned, plan_job
 from megatron_lynx.spec import Batch, Parallel
-from megatron_lynx.workflow import TIME_LIMIT_S, Planned, plan_job
 
 SCHEMA = 1
 MODELS = ("gpt-1.3b", "gpt-2.7b", "gpt-4.7b", "gpt-7b", "gpt-13b", "gpt-20b", "gpt-23b")

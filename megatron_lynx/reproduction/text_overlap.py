@@ -20,7 +20,7 @@ from megatron_lynx.reproduction.overlap import (
     speedups,
 )
 from megatron_lynx.reproduction.published import HEU_SEARCH_S, LYNX_RANGE, LYNX_UP_TO, Figure
-from megatron_lynx.workflow import OPTIONS
+from megatron_lynx.search.workflow import OPTIONS
 
 CHECKMATE = ("checkmate",)
 _OVER = (

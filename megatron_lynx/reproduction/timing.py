@@ -15,8 +15,8 @@ from megatron_lynx.estimate import Work, dgrad_work, estimate_costs, forward_wor
 from megatron_lynx.hardware import Cluster
 from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.reproduction.published import MODEL_ROWS, SEQUENCE, TABLE_4, LayerRow, ModelRow
+from megatron_lynx.search.workflow import make_job, plan_job
 from megatron_lynx.spec import Batch, Model, Parallel
-from megatron_lynx.workflow import make_job, plan_job
 
 PRESET = "a100-80g-nvlink"
 LINKS = 2

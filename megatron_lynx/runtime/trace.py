@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.gpt import FORWARD_ORDER
 from megatron_lynx.graph import INPUT, LayerGraph, Region, Storage
+from megatron_lynx.layers.local import FORWARD_ORDER
 from megatron_lynx.runtime.region import MASK_LABEL
 from megatron_lynx.runtime.storage import SavedTensor, TapeStorage
 from megatron_lynx.runtime.tape import Host, LayerTape, TapePlan

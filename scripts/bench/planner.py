@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.estimate import estimate_costs
 from megatron_lynx.footprint import workspace_bytes
-from megatron_lynx.gpt import backward_slots, forward_slots, layer_graph
+from megatron_lynx.layers.local import backward_slots, forward_slots, layer_graph
 from megatron_lynx.planner import SolveOptions, StageProblem, plan
 from megatron_lynx.planner.result import SolveReport
 from megatron_lynx.presets import load_cluster, load_model

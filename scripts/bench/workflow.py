@@ -11,8 +11,8 @@ import time
 
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.presets import load_cluster, load_model
+from megatron_lynx.search.workflow import plan_job
 from megatron_lynx.spec import Batch, Parallel
-from megatron_lynx.workflow import plan_job
 
 LIMITS_S = {"heu": 2.0, "opt": 60.0}
 JOBS = (

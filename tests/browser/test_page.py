@@ -16,9 +16,9 @@ from megatron_lynx.cli.main import main
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.plan import Plan
 from megatron_lynx.presets import load_cluster, load_model
+from megatron_lynx.search.workflow import plan_job, timeline_of
 from megatron_lynx.simulator.memory import curve, peak
 from megatron_lynx.spec import Batch, Parallel
-from megatron_lynx.workflow import plan_job, timeline_of
 from tests.support.browser import Browser, browser
 from tests.support.run_folder import write_run
 

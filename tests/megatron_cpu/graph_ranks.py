@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.gpt import forward_slots, layer_graph
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.integration.binding import bind, transformer_layers
 from megatron_lynx.integration.session import drawing_regions
+from megatron_lynx.layers.local import forward_slots, layer_graph
 from megatron_lynx.runtime.executor import Executor
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.trace import TracingTape, trace_layer

@@ -14,10 +14,10 @@ import torch
 from megatron.core import parallel_state
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_lynx.gpt import backward_slots
 from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.install import install
 from megatron_lynx.integration.session import Session
+from megatron_lynx.layers.local import backward_slots
 from megatron_lynx.plan import LayerPlan, StagePlan, parse_choice
 from megatron_lynx.runtime.record import StepRecord
 from megatron_lynx.runtime.region import Replay

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from megatron_lynx.gpt import backward_slots, forward_slots
+from megatron_lynx.layers.local import backward_slots, forward_slots
 from tests.megatron_cpu.lynx_ranks import EVERYTHING, Assignment, Case, Outcome, parallel_of
 from tests.support.launch import run_ranks
 from tests.support.small_gpt import LAYERS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.integration import cpu
+from megatron_lynx.integration.cpu import backend as cpu
 from tests.support.launch import RanksFailedError, run_ranks
 from tests.support.small_gpt import train_small_gpt
 

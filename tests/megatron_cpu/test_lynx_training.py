@@ -52,11 +52,11 @@ def train(rank: int, world_size: int, payload: list[Run]) -> list[Found]:
     """Run the entry's parts with each argument list."""
     from megatron.training import get_args, training
 
-    from megatron_lynx.gpt import layer_graph
     from megatron_lynx.integration import pretrain
     from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
     from megatron_lynx.integration.recorder import recorder_if_requested
     from megatron_lynx.integration.trainer import lynx_trainer
+    from megatron_lynx.layers.local import layer_graph
 
     runs: list[Found] = []
     for record, argv in payload:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_lynx.cost import LayerCosts
-from megatron_lynx.integration import measuring
+from megatron_lynx.integration.measuring import layer as measuring
 from megatron_lynx.spec import Batch
 
 

@@ -21,8 +21,8 @@ from megatron_lynx.footprint import (
     step_ns,
     total_parameters,
 )
-from megatron_lynx.gpt import backward_slots, forward_slots, layer_graph
 from megatron_lynx.graph import LayerGraph
+from megatron_lynx.layers.local import backward_slots, forward_slots, layer_graph
 from megatron_lynx.plan import Window
 from megatron_lynx.presets import load_cluster, load_model, preset_names
 from megatron_lynx.spec import Batch, Model, Parallel

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from megatron_lynx.bench import Bench
 from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.planner import PlannedStage, SolveOptions, plan
 from megatron_lynx.planner.fill import STALL, filled
 from megatron_lynx.presets import load_cluster, load_model
+from megatron_lynx.search.stages import Bench
+from megatron_lynx.search.workflow import OPTIONS, SWITCHES, given_split, plan_job
 from megatron_lynx.simulator import memory, passes
 from megatron_lynx.simulator.engine import SimJob, sim_stage, simulate
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.spec import Batch, Parallel
 from megatron_lynx.units import MIB
-from megatron_lynx.workflow import OPTIONS, SWITCHES, given_split, plan_job
 from tests.pure.simulator.jobs import problem_of
 from tests.pure.simulator.test_memory import planning
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lynx.gpt import FORWARD_ORDER, backward_slots, forward_slots, layer_graph
 from megatron_lynx.graph import INPUT, LayerGraph, Region, Storage
+from megatron_lynx.layers.local import FORWARD_ORDER, backward_slots, forward_slots, layer_graph
 from megatron_lynx.spec import Batch, Model, Parallel
 from tests.support.toy import toy_graph
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.errors import PlanError
-from megatron_lynx.gpt import FORWARD_ORDER, layer_graph
+from megatron_lynx.layers.local import FORWARD_ORDER, layer_graph
 from megatron_lynx.plan import (
     Choice,
     LayerPlan,

@@ -10,19 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_lynx
-from megatron_lynx.bench import Bench, stage_problem
 from megatron_lynx.cost import LayerCosts
 from megatron_lynx.errors import ConfigError, InfeasibleError, PlanError
-from megatron_lynx.gpt import layer_graph
 from megatron_lynx.job import Job, make_job
+from megatron_lynx.layers.local import layer_graph
 from megatron_lynx.plan import Plan, parse_plan, relabel
 from megatron_lynx.presets import load_cluster, load_model
-from megatron_lynx.rows import Row
 from megatron_lynx.schedule import Turn
-from megatron_lynx.simulator.memory import peak
-from megatron_lynx.spec import Batch, Parallel
-from megatron_lynx.units import GIB
-from megatron_lynx.workflow import (
+from megatron_lynx.search.rows import Row
+from megatron_lynx.search.stages import Bench, stage_problem
+from megatron_lynx.search.workflow import (
     MEGATRON_METHODS,
     METHODS,
     OPTIONS,
@@ -37,6 +34,9 @@ from megatron_lynx.workflow import (
     reference,
     timeline_of,
 )
+from megatron_lynx.simulator.memory import peak
+from megatron_lynx.spec import Batch, Parallel
+from megatron_lynx.units import GIB
 
 
 def job(model: str = "gpt-1.3b", cluster: str = "a100-40g-pcie", **fields: Any) -> Job:

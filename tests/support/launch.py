@@ -153,7 +153,7 @@ def _rank_main(folder: Path, rank: int, world_size: int, target: str, timeout_s:
 def _run_target(folder: Path, rank: int, world_size: int, target: str, timeout_s: int) -> object:
     import torch
 
-    from megatron_lynx.integration.cpu import cpu_backend
+    from megatron_lynx.integration.cpu.backend import cpu_backend
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     module, _, function = target.partition(":")

@@ -15,8 +15,8 @@ from megatron_lynx.plan import DEMAND, LayerPlan, StagePlan, Window, parse_choic
 from megatron_lynx.planner import PlannedStage, SolveOptions, StageProblem, plan, verify
 from megatron_lynx.planner.fill import STALL, fill_stall, filled
 from megatron_lynx.planner.price import Pricer
-from megatron_lynx.pools import aligned, pick
 from megatron_lynx.schedule import Turn
+from megatron_lynx.search.pools import aligned, pick
 from tests.support.strategies import stage_problems
 from tests.support.toy import toy_problem, with_budget
 

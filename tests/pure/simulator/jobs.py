@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from hypothesis import strategies as st
 
 from megatron_lynx.cost import CostTable, LayerCosts
-from megatron_lynx.gpt import backward_slots, forward_slots, layer_graph
 from megatron_lynx.graph import INPUT, LayerGraph
+from megatron_lynx.layers.local import backward_slots, forward_slots, layer_graph
 from megatron_lynx.plan import Choice, LayerPlan, StagePlan, Window, parse_choice
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.schedule import turns

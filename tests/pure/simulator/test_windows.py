@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_lynx.cost import CostTable, LayerCosts
-from megatron_lynx.gpt import backward_slots, forward_slots
 from megatron_lynx.graph import LayerGraph, Region, Storage
+from megatron_lynx.layers.local import backward_slots, forward_slots
 from megatron_lynx.plan import Window
 from megatron_lynx.simulator.engine import SimJob, simulate
 from megatron_lynx.simulator.timeline import Timeline

@@ -1,4 +1,4 @@
-"""One rank of the bench: ``python -m megatron_lynx.integration.bench_rank FOLDER``.
+"""One rank of the bench: ``python -m megatron_lynx.integration.benching.rank FOLDER``.
 
 ``FOLDER/request.json`` holds Megatron's arguments (``arguments``) and what to measure; the rank's
 place comes from the environment, as under torchrun. ``lynx bench`` starts it.
@@ -19,11 +19,11 @@ import torch
 
 from megatron_lynx.errors import LynxError
 from megatron_lynx.integration import pretrain
-from megatron_lynx.integration.benching import BenchFinished, bench_instead_of_training
-from megatron_lynx.integration.cpu import cpu_backend_active, cpu_backend_if_requested
-from megatron_lynx.integration.dataset_helpers import shipped_dataset_helpers
+from megatron_lynx.integration.benching.turns import BenchFinished, bench_instead_of_training
+from megatron_lynx.integration.cpu.backend import cpu_backend_active, cpu_backend_if_requested
+from megatron_lynx.integration.cpu.dataset_helpers import shipped_dataset_helpers
+from megatron_lynx.integration.cpu.norm import sequence_parallel_norm
 from megatron_lynx.integration.install import install
-from megatron_lynx.integration.norm import sequence_parallel_norm
 from megatron_lynx.integration.windows import Hooks
 
 

@@ -26,18 +26,18 @@ from megatron.training import get_args, training
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import InfeasibleError
-from megatron_lynx.gpt import layer_graph
-from megatron_lynx.integration.bench_methods import Lynx, Stock, dropping, without_windows
+from megatron_lynx.integration.benching.methods import Lynx, Stock, dropping, without_windows
 from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
-from megatron_lynx.integration.measuring import agreed, gathered, measure
-from megatron_lynx.integration.measuring_memory import with_workspaces, working_sets
+from megatron_lynx.integration.measuring.layer import agreed, gathered, measure
+from megatron_lynx.integration.measuring.memory import with_workspaces, working_sets
 from megatron_lynx.integration.planning import from_rank_0
 from megatron_lynx.integration.windows import Hooks
 from megatron_lynx.job import Job, make_job
+from megatron_lynx.layers.local import layer_graph
 from megatron_lynx.plan import Plan, parse_plan
 from megatron_lynx.profiler.measure import timed
 from megatron_lynx.profiler.meter import StorageMeter
-from megatron_lynx.workflow import plan_job
+from megatron_lynx.search.workflow import plan_job
 
 SCHEMA = 2
 FITTINGS = 3

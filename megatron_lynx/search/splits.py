@@ -5,12 +5,12 @@ Composes ``partition``, which knows neither planners nor the simulator, with ``B
 
 from __future__ import annotations
 
-from megatron_lynx.bench import Bench, Split, does_not_fit
 from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.job import Job
 from megatron_lynx.partition.balance import Evaluations, Partition, even, greedy, search
 from megatron_lynx.partition.layout import parse_layout
 from megatron_lynx.partition.seeds import bottleneck
+from megatron_lynx.search.stages import Bench, Split, does_not_fit
 
 
 def searched(bench: Bench, planner: str, partition: str) -> Split:

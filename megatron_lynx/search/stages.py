@@ -12,15 +12,15 @@ from dataclasses import replace
 
 from megatron_lynx import planner as planners
 from megatron_lynx.errors import InfeasibleError
-from megatron_lynx.gpt import backward_slots, forward_slots
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job
+from megatron_lynx.layers.local import backward_slots, forward_slots
 from megatron_lynx.partition.layout import chunks_of
 from megatron_lynx.plan import LayerPlan, StagePlan, relabel
 from megatron_lynx.planner import PlannedStage, SolveOptions, StageProblem
 from megatron_lynx.planner.fill import filled
-from megatron_lynx.pools import Pools, aligned, pick
 from megatron_lynx.schedule import turns
+from megatron_lynx.search.pools import Pools, aligned, pick
 from megatron_lynx.simulator.engine import SimStage, iteration_ns, play, program, sim_stage
 from megatron_lynx.simulator.ledger import GraphIndex
 from megatron_lynx.units import GIB, format_bytes

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_lynx import planner as planners
-from megatron_lynx.bench import Bench, Split
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError, InfeasibleError, PlanError
 from megatron_lynx.graph import LayerGraph
@@ -22,12 +21,13 @@ from megatron_lynx.partition.layout import Layout
 from megatron_lynx.plan import Plan, fingerprint
 from megatron_lynx.planner import PlannedStage, SolveOptions
 from megatron_lynx.planner.baselines import megatron_graph
-from megatron_lynx.rows import Row, StageRow
 from megatron_lynx.schedule import in_flight
+from megatron_lynx.search.rows import Row, StageRow
+from megatron_lynx.search.splits import given_split, searched
+from megatron_lynx.search.stages import Bench, Split
 from megatron_lynx.simulator.engine import SimJob, simulate
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.spec import Batch, Model, Parallel
-from megatron_lynx.splits import given_split, searched
 
 __all__ = [
     "MEGATRON_METHODS",

@@ -13,12 +13,12 @@ from megatron.training import get_args
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.integration import pretrain
-from megatron_lynx.integration.cpu import cpu_backend_if_requested
-from megatron_lynx.integration.dataset_helpers import shipped_dataset_helpers
+from megatron_lynx.integration.cpu.backend import cpu_backend_if_requested
+from megatron_lynx.integration.cpu.dataset_helpers import shipped_dataset_helpers
+from megatron_lynx.integration.cpu.norm import sequence_parallel_norm
 from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
 from megatron_lynx.integration.install import install
-from megatron_lynx.integration.measuring_memory import measured_costs
-from megatron_lynx.integration.norm import sequence_parallel_norm
+from megatron_lynx.integration.measuring.memory import measured_costs
 from megatron_lynx.integration.targets import Target
 from megatron_lynx.integration.trainer import argument_targets
 from megatron_lynx.integration.windows import Hooks

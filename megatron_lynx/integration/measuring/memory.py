@@ -16,10 +16,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.footprint import phase_workspaces
-from megatron_lynx.gpt import layer_graph
 from megatron_lynx.graph import INPUT, LayerGraph
-from megatron_lynx.integration.measuring import LayerRun, agreed, gathered, measure, silent_collectives
-from megatron_lynx.integration.measuring_ends import run_ends
+from megatron_lynx.integration.measuring.ends import run_ends
+from megatron_lynx.integration.measuring.layer import LayerRun, agreed, gathered, measure, silent_collectives
+from megatron_lynx.layers.local import layer_graph
 from megatron_lynx.profiler.measure import mark_tensors
 from megatron_lynx.profiler.meter import StorageMeter
 from megatron_lynx.runtime.rng import RandomSource

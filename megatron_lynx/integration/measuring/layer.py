@@ -21,10 +21,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_lynx.cost import CostTable, LayerCosts
-from megatron_lynx.gpt import layer_graph
 from megatron_lynx.integration.binding import bind, transformer_layers
-from megatron_lynx.integration.measuring_ends import ends_ns, layer_arguments
+from megatron_lynx.integration.measuring.ends import ends_ns, layer_arguments
 from megatron_lynx.integration.targets import TARGETS
+from megatron_lynx.layers.local import layer_graph
 from megatron_lynx.plan import LayerPlan, StagePlan
 from megatron_lynx.profiler.measure import (
     REPEATS,

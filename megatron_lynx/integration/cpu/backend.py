@@ -5,7 +5,7 @@ Megatron has no CPU mode: it names the device ``cuda`` in some hundred places. I
 collective and every transfer between pipeline stages happens. Three means, all undone at exit:
 
 1. a ``TorchFunctionMode`` that rewrites the device of every call into torch;
-2. a table of replaced attributes, most of them below ``torch.cuda`` (see ``cpu_cuda``);
+2. a table of replaced attributes, most of them below ``torch.cuda`` (see ``cuda``);
 3. the norm that Megatron's local spec lacks for sequence parallelism (see ``norm``).
 
 It is opt-in (``MEGATRON_LYNX_CPU=1``) and refuses to run where CUDA is present, because there it
@@ -26,9 +26,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.integration import cpu_cuda
-from megatron_lynx.integration.dataset_helpers import shipped_dataset_helpers
-from megatron_lynx.integration.norm import sequence_parallel_norm
+from megatron_lynx.integration.cpu import cuda as cpu_cuda
+from megatron_lynx.integration.cpu.dataset_helpers import shipped_dataset_helpers
+from megatron_lynx.integration.cpu.norm import sequence_parallel_norm
 
 ENVIRONMENT_VARIABLE = "MEGATRON_LYNX_CPU"
 

@@ -1,0 +1,1 @@
+"""The bench inside a training process: methods in turns on one model."""

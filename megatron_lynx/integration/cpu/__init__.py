@@ -1,0 +1,1 @@
+"""The CPU backend: real Megatron training over gloo on a machine without a GPU."""
