@@ -11,6 +11,7 @@ import torch
 from megatron_lynx.cost import LayerCosts
 from megatron_lynx.integration.measuring import layer as measuring
 from megatron_lynx.spec import Batch
+from tests.support.launch import run_ranks
 
 
 @pytest.mark.parametrize(("contention", "window_ns"), [(1.0, 200 - 80), (1.5, 200 - 120), (3.0, 0)])
@@ -61,3 +62,9 @@ def test_a_pace_beyond_belief_is_not_taken() -> None:
     found = measuring.in_step(LAYER, 10, 10**9)
     assert found.forward_ns["linear_fc1"] == pytest.approx(4000 * measuring.FASTEST, rel=5e-3)
     assert found.wgrad_ns["linear_fc1"] == pytest.approx(3000 * measuring.SLOWEST, rel=5e-3)
+
+
+def test_measuring_leaves_everything_as_it_was() -> None:
+    """No hook fires, no counter moves, no buffer, gradient or random state changes."""
+    for found in run_ranks(2, "tests.megatron_cpu.fault_ranks:touched", timeout_s=120):
+        assert found == {"fired": [], "modules": [], "random": True, "gradients": True}

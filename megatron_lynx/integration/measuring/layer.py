@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_lynx.cost import CostTable, LayerCosts
 from megatron_lynx.integration.binding import bind, transformer_layers
 from megatron_lynx.integration.measuring.ends import ends_ns, layer_arguments
+from megatron_lynx.integration.measuring.undisturbed import undisturbed
 from megatron_lynx.integration.targets import TARGETS
 from megatron_lynx.layers.local import layer_graph
 from megatron_lynx.plan import LayerPlan, StagePlan
@@ -38,7 +38,6 @@ from megatron_lynx.profiler.measure import (
     transfer_ns,
     wgrad_ns,
 )
-from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.tape import GLUES
 from megatron_lynx.spec import Batch, Model, Parallel
 
@@ -69,8 +68,7 @@ def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
 
     Every rank must call it, since collectives and transfers run.
     """
-    random = RandomSource(get_cuda_rng_tracker, next(chunks[0].parameters()).device)
-    with random.replaying(random.capture()):
+    with undisturbed(chunks):
         run = LayerRun(chunks, model, parallel, batch)
         layer = run.layer
         collectives, contention = _collectives(layer, model, parallel, batch)

@@ -12,17 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.footprint import phase_workspaces
 from megatron_lynx.graph import INPUT, LayerGraph
 from megatron_lynx.integration.measuring.ends import run_ends
 from megatron_lynx.integration.measuring.layer import LayerRun, agreed, gathered, measure, silent_collectives
+from megatron_lynx.integration.measuring.undisturbed import undisturbed
 from megatron_lynx.layers.local import layer_graph
 from megatron_lynx.profiler.measure import mark_tensors
 from megatron_lynx.profiler.meter import StorageMeter
-from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.tape import GLUES
 from megatron_lynx.spec import Batch, Model, Parallel
 
@@ -74,6 +73,13 @@ def working_sets(
 ) -> dict[str, dict[str, int]]:
     """``forward`` and ``backward``: by region, the peak while it runs beyond what is saved then;
     ``ends``: the peak in the ``embedding`` or ``head`` of this rank."""
+    with undisturbed(chunks):
+        return _working_sets(chunks, model, parallel, batch, graph)
+
+
+def _working_sets(
+    chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch, graph: LayerGraph
+) -> dict[str, dict[str, int]]:
     run = LayerRun(chunks, model, parallel, batch)
     meter = StorageMeter()
     regions = _RegionMeter(meter)
@@ -98,9 +104,7 @@ def measured_costs(chunks: Sequence[Any], model: Model, parallel: Parallel, batc
     """Times and workspaces, measured on every rank and agreed upon; every rank must call it."""
     table = agreed(measure(chunks, model, parallel, batch))
     graph = layer_graph(model, parallel, batch)
-    random = RandomSource(get_cuda_rng_tracker, next(chunks[0].parameters()).device)
-    with random.replaying(random.capture()):
-        sets = working_sets(chunks, model, parallel, batch, graph)
+    sets = working_sets(chunks, model, parallel, batch, graph)
     return with_workspaces(table, sets, graph)
 
 

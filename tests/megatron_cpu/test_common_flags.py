@@ -1,0 +1,66 @@
+"""Flags that GPU jobs have, beside ``--recompute-method lynx``: the same training, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.integration.dataset import build_dataset, dataset_arguments
+from tests.megatron_cpu.fault_ranks import Found
+from tests.megatron_cpu.test_pretrain_entry import CPU_FLAGS, MODEL
+from tests.support.launch import run_ranks
+
+LYNX = ("--recompute-method", "lynx")
+STEPS = 4
+PP2 = ("--num-layers", "4", "--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
+OVERLAP = (
+    *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    *("--ddp-bucket-size", "5000"),
+)
+"""With so small buckets every layer has several of its own, as a layer of a real model has."""
+
+FOUR = {
+    "overlap": (*PP2, *OVERLAP),
+}
+
+
+class Runs:
+    """Each row of the tables without and with lynx, in one launch for each number of ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        prefix = build_dataset(folder / "data" / "text", size_bytes=200_000)
+        data = [*dataset_arguments(prefix), "--split", "100,0,0", "--eval-iters", "0"]
+        self._common = [*MODEL, *CPU_FLAGS, *data, "--data-cache-path", str(folder / "cache")]
+        self._found: dict[str, list[Found]] = {}
+
+    def both(
+        self, rows: dict[str, tuple[str, ...]], ranks: int, name: str
+    ) -> tuple[list[Found], list[Found]]:
+        """What each rank found in stock's run of a row, and in lynx's."""
+        if name not in self._found:
+            argv = {row: [*self._common, *flags] for row, flags in rows.items()}
+            argv |= {f"{row} lynx": [*words, *LYNX] for row, words in argv.items()}
+            by_rank = run_ranks(
+                ranks, "tests.megatron_cpu.fault_ranks:train", list(argv.values()), timeout_s=240
+            )
+            self._found |= {row: list(found) for row, *found in zip(argv, *by_rank, strict=True)}
+        return self._found[name], self._found[f"{name} lynx"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("flags"))
+
+
+def check_equal(stock: list[Found], lynx: list[Found]) -> None:
+    for ours, theirs in zip(stock, lynx, strict=True):
+        assert (ours.error, theirs.error) == ("", "")
+        assert len(ours.gradients) == STEPS
+        assert theirs.gradients == ours.gradients
+        assert theirs.losses == ours.losses
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_train_as_stock(runs: Runs, name: str) -> None:
+    check_equal(*runs.both(FOUR, 4, name))
