@@ -73,3 +73,18 @@ lynx_chromium() {
         apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null
     fi || echo "Chromium could not be installed: the tests of the HTML page will fail" >&2
 }
+
+# lynx_megatron VERSION: that release of megatron-core in .venv-megatron/VERSION, beside what .venv has. Put the
+# folder first on PYTHONPATH to use it. A release that is there already is used as it is.
+lynx_megatron() {
+    local folder="$LYNX_ROOT/.venv-megatron/$1" draft
+    [ ! -f "$folder/megatron/__init__.py" ] || return 0
+    mkdir -p "$LYNX_ROOT/.venv-megatron" && draft="$(mktemp -d "$folder.XXXXXX")" || return 1
+    echo "Fetching megatron-core $1"
+    # Its trainer needs yaml, which the wheel does not ask for; all else is in .venv.
+    "$LYNX_ROOT/.venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --target "$draft" \
+        "megatron-core==$1" pyyaml || return 1
+    # Without this file Python would look for what a release lacks in the one that is installed.
+    touch "$draft/megatron/__init__.py"
+    rm -rf "$folder" && mv "$draft" "$folder"
+}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_lynx.errors import InstallError
+from megatron_lynx.integration import versions
 from megatron_lynx.integration.targets import TARGETS, Target
 from megatron_lynx.integration.windows import Hooks
 
@@ -26,7 +27,7 @@ def install(hooks: Hooks | None = None, targets: Sequence[Target] = TARGETS) -> 
     if _installed:
         raise InstallError("megatron_lynx is installed already; leave the first install() block before")
     hooks = hooks or Hooks()
-    found = [(target, *target.locate()) for target in targets]
+    found = [(target, *target.locate()) for target in targets if versions.belongs(target.path)]
     _installed = True
     try:
         for target, module, name, original in found:

@@ -19,22 +19,16 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
-from megatron.core.utils import (
-    StragglerDetector,
-    get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-)
-from megatron.training import get_args, get_timers, print_rank_0, training
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
+from megatron.training import get_args, get_timers, print_rank_0
+from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.integration import flow
 from megatron_lynx.integration.cpu.backend import cpu_backend_active
 
 # What upstream uses where a flag is not given; evaluation has no default there and fails late.
@@ -71,7 +65,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     Sets Megatron's global arguments and builds the tokenizer, as every Megatron script does.
     """
     with _command_line(argv):
-        args: Namespace = parse_and_validate_args(args_defaults=ARGUMENT_DEFAULTS)
+        args = flow.parse(ARGUMENT_DEFAULTS)
     for field, flag in _UPSTREAM_ONLY.items():
         if getattr(args, field, None):
             raise ConfigError(
@@ -106,15 +100,7 @@ def _command_line(argv: Sequence[str] | None) -> Iterator[None]:
 
 def train(args: Namespace) -> None:
     """Run Megatron's trainer on a GPT with ``args``; returns when training is done."""
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    # By attribute, not by name: what is installed into the trainer must take effect here.
-    training.pretrain(
-        config,
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        get_embedding_ranks=get_embedding_ranks,
-    )
+    flow.pretrain(args, ARGUMENT_DEFAULTS, datasets_provider, forward_step, get_embedding_ranks)
 
 
 # --- one microbatch ------------------------------------------------------------------------------
@@ -143,41 +129,11 @@ def forward_step(
 
 
 def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
-    """The tensors of the next microbatch that this rank needs; None for the others.
-
-    The first rank of a tensor parallel group reads, the others receive from it.
-    """
-    args = get_args()
+    """The tensors of the next microbatch that this rank needs; None for the others."""
     mtp = _has_mtp(vp_stage)
     if not is_first_or_last_pipeline_stage(vp_stage) and not mtp:
         return dict.fromkeys(_BATCH_KEYS)
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    batch: dict[str, Any] = {}
-    if tp_rank == 0:
-        data = next(data_iterator)
-        for key in _BATCH_KEYS:
-            value = data.get(key)
-            batch[key] = None if value is None else value.cuda(non_blocking=True)
-    batch = get_batch_on_this_tp_rank(
-        batch,
-        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
-        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
-        cp_size=args.context_parallel_size,
-        tp_rank=tp_rank,
-        micro_batch_size=args.micro_batch_size,
-        seq_length=args.seq_length,
-        mtp_on_this_rank=mtp,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(),
-        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
-    )
-    batch = {key: batch.get(key) for key in (*_BATCH_KEYS, "cu_seqlens")}
-    return get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
-    )
+    return flow.microbatch(data_iterator, _BATCH_KEYS, mtp)
 
 
 def _has_mtp(vp_stage: int | None) -> bool:

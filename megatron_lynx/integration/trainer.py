@@ -182,16 +182,8 @@ def trainer_targets(trainer: Trainer) -> tuple[Target, ...]:
     # Patched where the trainer uses them: neither the model builder nor the schedule can be injected
     # into a script that calls pretrain() by itself.
     return (
-        Target(
-            "megatron.training.training.setup_model_and_optimizer",
-            ("model_type", "model_provider_func", "checkpointing_context", "cfg_container", "pg_collection"),
-            setup,
-        ),
-        Target(
-            "megatron.training.training.get_forward_backward_func",
-            ("pp_size", "vp_size", "schedule_pg_collection"),
-            schedule,
-        ),
+        Target("megatron.training.training.setup_model_and_optimizer", setup),
+        Target("megatron.training.training.get_forward_backward_func", schedule),
         *argument_targets(),
     )
 
@@ -215,8 +207,8 @@ def argument_targets() -> tuple[Target, ...]:
         return validate_args
 
     return (
-        Target(
-            "megatron.training.arguments.parse_args", ("extra_args_provider", "ignore_unknown_args"), parse
-        ),
-        Target("megatron.training.arguments.validate_args", ("args", "defaults"), validate),
+        Target("megatron.training.arguments.parse_args", parse),
+        Target("megatron.training.arguments.validate_args", validate),
+        Target("megatron.training.initialize.parse_args", parse),
+        Target("megatron.training.initialize.validate_args", validate),
     )

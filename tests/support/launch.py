@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import importlib.util
 import logging
 import os
 import pickle
@@ -38,10 +39,17 @@ class RanksFailedError(AssertionError):
     """A rank raised, died or ran out of time; the message has every rank's traceback or last output."""
 
 
-def run_ranks(world_size: int, target: str, payload: object = None, timeout_s: int = 300) -> list[Any]:
+def run_ranks(
+    world_size: int,
+    target: str,
+    payload: object = None,
+    timeout_s: int = 300,
+    megatron: Path | None = None,
+) -> list[Any]:
     """Run ``target`` ("module:function") on ``world_size`` ranks; returns what each returned, by rank.
 
     Payload and results travel by pickle. ``timeout_s`` bounds the whole launch, imports included.
+    ``megatron`` is a folder with another Megatron than the one that is installed.
     """
     with tempfile.TemporaryDirectory(prefix="lynx-ranks-") as name:
         folder = Path(name)
@@ -50,7 +58,7 @@ def run_ranks(world_size: int, target: str, payload: object = None, timeout_s: i
             launcher = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.launch", name, str(world_size), target, str(timeout_s)],
                 cwd=REPOSITORY,
-                env=_environment(),
+                env=_environment(megatron),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -73,8 +81,8 @@ def run_ranks(world_size: int, target: str, payload: object = None, timeout_s: i
         raise RanksFailedError(f"{target} on {world_size} ranks {reason}\n{_report(folder, world_size)}")
 
 
-def _environment() -> dict[str, str]:
-    inherited = os.environ.get("PYTHONPATH")
+def _environment(megatron: Path | None) -> dict[str, str]:
+    path = [str(REPOSITORY), *([str(megatron)] if megatron else []), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "MEGATRON_LYNX_CPU": "1",
@@ -83,7 +91,7 @@ def _environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *([inherited] if inherited else [])]),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }
 
 
@@ -105,8 +113,11 @@ def _report(folder: Path, world_size: int) -> str:
 def _launch(folder: Path, world_size: int, target: str, timeout_s: int) -> int:
     """Import once, fork the ranks, wait for them; returns the exit code."""
     end = time.monotonic() + timeout_s
-    import megatron.training  # noqa: F401 (the slow import, shared by the forked ranks)
     import torch
+
+    # The slow import, shared by the forked ranks. The wheels of megatron-core 0.16 have no trainer.
+    trainer = importlib.util.find_spec("megatron.training")
+    importlib.import_module("megatron.training" if trainer else "megatron.core")
 
     torch.set_num_threads(1)
     # Megatron writes a page for every model at INFO; the log is read for its end only.

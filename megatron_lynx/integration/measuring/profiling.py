@@ -49,11 +49,7 @@ def profile(arguments: Sequence[str], output: Path) -> CostTable:
         return setup_model_and_optimizer
 
     # Patched where the trainer uses it: after it there is a model, and nothing is trained yet.
-    target = Target(
-        "megatron.training.training.setup_model_and_optimizer",
-        ("model_type", "model_provider_func", "checkpointing_context", "cfg_container", "pg_collection"),
-        setup,
-    )
+    target = Target("megatron.training.training.setup_model_and_optimizer", setup)
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_backend_if_requested())
         stack.enter_context(sequence_parallel_norm())
