@@ -60,6 +60,30 @@ lynx_venv() {
     echo "$stamp" >"$folder/lynx-stamp"
 }
 
+# lynx_te VERSION: Transformer Engine's Python, for tests that run it over their own kernels, in .venv-te/VERSION.
+# Not into a venv: where that wheel is installed without its compiled half, nothing can import Megatron.
+lynx_te() {
+    local name=".venv-te/$1" folder="$LYNX_ROOT/.venv-te/$1" python="$LYNX_ROOT/.venv/bin/python" stamp
+    local packages=("transformer-engine==$1" "pydantic==2.14.4" "einops==0.8.2")
+    [ -x "$python" ] || python="$(_lynx_python)" || return 1
+    stamp="$( (echo "${packages[@]}"; "$python" --version) | cksum)"
+    if [ "$(cat "$folder/lynx-stamp" 2>/dev/null)" = "$stamp" ]; then
+        return 0
+    fi
+    echo "Installing into $name: ${packages[*]}"
+    rm -rf "$folder"
+    "$python" -m pip install -qq --disable-pip-version-check --target "$folder" "${packages[@]}" || return 1
+    echo "$stamp" >"$folder/lynx-stamp"
+}
+
+# The versions that the tests load: the one megatron-core names, an older one, the newest.
+lynx_te_all() {
+    local version
+    for version in 2.17.1 2.14.1 2.20.2; do
+        lynx_te "$version" || return 1
+    done
+}
+
 # The page's tests drive a headless Chromium. Where there is none, root on Debian gets it; the tests say the rest.
 lynx_chromium() {
     local name

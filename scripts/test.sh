@@ -4,5 +4,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$LYNX_ROOT"
 lynx_venv .venv "megatron,test"
+lynx_te_all
 lynx_chromium
 exec .venv/bin/python -m pytest "$@"

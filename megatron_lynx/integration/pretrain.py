@@ -49,13 +49,13 @@ _UPSTREAM_ONLY = {
     "inprocess_restart": "--inprocess-restart",
 }
 
-# On CPU: the field, the value it must have, and what to add to the command.
-_CPU_NEEDS = (
-    ("distributed_backend", "gloo", "--distributed-backend gloo"),
-    ("transformer_impl", "local", "--transformer-impl local"),
-    ("no_persist_layer_norm", True, "--no-persist-layer-norm"),
-    ("gradient_accumulation_fusion", False, "--no-gradient-accumulation-fusion"),
-    ("masked_softmax_fusion", False, "--no-masked-softmax-fusion"),
+# On CPU: the field, the value it must have, what to add to the command, whether for local layers alone.
+_CPU_NEEDS: tuple[tuple[str, object, str, bool], ...] = (
+    ("distributed_backend", "gloo", "--distributed-backend gloo", False),
+    ("transformer_impl", "local", "--transformer-impl local", True),
+    ("no_persist_layer_norm", True, "--no-persist-layer-norm", True),
+    ("gradient_accumulation_fusion", False, "--no-gradient-accumulation-fusion", False),
+    ("masked_softmax_fusion", False, "--no-masked-softmax-fusion", True),
 )
 
 
@@ -79,11 +79,21 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 def _check_for_cpu(args: Namespace) -> None:
     """Megatron would fail later, at the first kernel that is missing, one flag at a time."""
-    missing = [flag for field, value, flag in _CPU_NEEDS if getattr(args, field, value) != value]
-    if args.position_embedding_type == "rope" and args.apply_rope_fusion:
+    local = args.transformer_impl == "local" or not _te_runs_on_cpu()
+    missing = [
+        flag
+        for field, value, flag, of_local_layers in _CPU_NEEDS
+        if getattr(args, field, value) != value and (local or not of_local_layers)
+    ]
+    if local and args.position_embedding_type == "rope" and args.apply_rope_fusion:
         missing.append("--no-rope-fusion")
     if missing:
         raise ConfigError(f"training on CPU needs these flags too: {' '.join(missing)}")
+
+
+def _te_runs_on_cpu() -> bool:
+    """Whether Transformer Engine's kernels, as they are loaded, say that they run here; CUDA's do not."""
+    return getattr(sys.modules.get("transformer_engine_torch"), "runs_on_cpu", False) is True
 
 
 @contextlib.contextmanager

@@ -27,6 +27,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.support import te_reference
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 # A rank that lost its peer waits in a collective until the timeout: it gets this long to fail by itself.
@@ -44,12 +46,17 @@ def run_ranks(
     target: str,
     payload: object = None,
     timeout_s: int = 300,
+    *,
     megatron: Path | None = None,
+    te: bool | str = False,
+    env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Run ``target`` ("module:function") on ``world_size`` ranks; returns what each returned, by rank.
 
     Payload and results travel by pickle. ``timeout_s`` bounds the whole launch, imports included.
-    ``megatron`` is a folder with another Megatron than the one that is installed.
+    ``megatron`` is a folder with another Megatron than the one that is installed. ``te`` gives the
+    ranks Transformer Engine over ``tests.support.te_reference``: True for the version that megatron-core
+    names, or another one. ``env`` adds variables.
     """
     with tempfile.TemporaryDirectory(prefix="lynx-ranks-") as name:
         folder = Path(name)
@@ -58,7 +65,7 @@ def run_ranks(
             launcher = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.launch", name, str(world_size), target, str(timeout_s)],
                 cwd=REPOSITORY,
-                env=_environment(megatron),
+                env={**_environment(megatron, te), **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -81,8 +88,14 @@ def run_ranks(
         raise RanksFailedError(f"{target} on {world_size} ranks {reason}\n{_report(folder, world_size)}")
 
 
-def _environment(megatron: Path | None) -> dict[str, str]:
-    path = [str(REPOSITORY), *([str(megatron)] if megatron else []), os.environ.get("PYTHONPATH", "")]
+def _environment(megatron: Path | None, te: bool | str) -> dict[str, str]:
+    version = te_reference.DEFAULT_VERSION if te is True else te
+    folders = [
+        *(te_reference.folders(version) if version else []),
+        REPOSITORY,
+        *([megatron] if megatron else []),
+    ]
+    path = [*(str(folder) for folder in folders), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "MEGATRON_LYNX_CPU": "1",

@@ -7,6 +7,8 @@ arguments sees the same data.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,7 +19,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -41,6 +46,7 @@ def train_small_gpt(
     bf16: bool = False,
     dropout: float = 0.1,
     rope: bool = False,
+    te: bool = False,
     seed: int = 1234,
     keep_gradients: bool = True,
     around: Callable[[list[Any]], contextlib.AbstractContextManager[Callable[..., Any]]] | None = None,
@@ -48,12 +54,15 @@ def train_small_gpt(
 ) -> dict[str, Any]:
     """Train for ``steps`` optimizer steps; ``fields`` go to ``TransformerConfig``.
 
+    ``te`` builds the layers of Transformer Engine's spec, not of the local one; what computes their
+    attention is ``attention_backend`` of the fields.
     ``around(chunks)`` is a context entered for the training; it yields what wraps the schedule.
     Returns ``losses`` (one list of microbatch losses per step; empty but on the last stage),
     ``grad_norms`` and ``gradients`` (one per step; none without ``keep_gradients``) and
     ``parameters`` (name to tensor, after the last step).
     """
     _initialize(tp, pp, vpp)
+    _forget_attention_backend()
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     config = TransformerConfig(
         num_layers=LAYERS,
@@ -74,7 +83,7 @@ def train_small_gpt(
         deallocate_pipeline_outputs=pp > 1,
         **fields,
     )
-    chunks = _build(config, vpp, rope)
+    chunks = _build(config, vpp, rope, te)
     with around(chunks) if around else contextlib.nullcontext(lambda schedule: schedule) as wrap:
         return _train(chunks, config, steps, vpp, seed, wrap, keep_gradients)
 
@@ -95,13 +104,22 @@ _made: list[tuple[int, int, int | None]] = []
 """The sizes that model parallelism had in this process; the last ones are in force."""
 
 
-def _build(config: TransformerConfig, vpp: int | None, rope: bool) -> list[Any]:
+def _forget_attention_backend() -> None:
+    """Megatron writes the choice into the environment and holds every later model to it; TE keeps it too."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)
+    chosen = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention")
+    if chosen is not None:
+        chosen._attention_backends["attention_params"] = None
+
+
+def _build(config: TransformerConfig, vpp: int | None, rope: bool, te: bool) -> list[Any]:
     chunks = []
     for stage in range(vpp or 1):
         vp_stage = stage if vpp else None
         model: torch.nn.Module = GPTModel(
             config,
-            get_gpt_layer_local_spec(normalization=config.normalization),
+            _layer_spec(config, te),
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -115,6 +133,12 @@ def _build(config: TransformerConfig, vpp: int | None, rope: bool) -> list[Any]:
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=config.bf16, use_distributed_optimizer=False)
         chunks.append(DistributedDataParallel(config, ddp, model, disable_bucketing=stage > 0))
     return chunks
+
+
+def _layer_spec(config: TransformerConfig, te: bool) -> Any:
+    if te:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    return get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
 
 
 def _microbatches(seed: int, replica: int) -> Iterator[torch.Tensor]:
