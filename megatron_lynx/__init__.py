@@ -27,7 +27,7 @@ _HOMES = {
     "Row": "search.rows",
     "compare": "search.workflow",
     "estimate_costs": "estimate",
-    "layer_graph": "layers.local",
+    "layer_graph": "layers",
     "load_cluster": "presets",
     "load_model": "presets",
     "make_job": "job",

@@ -16,18 +16,7 @@ from typing import Any
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.plan import Window
 
-SCHEMA = 1
-
-GATHERS_INPUT = ("linear_qkv", "linear_fc1")
-"""Linears split by column: their collective comes before the GEMM in the forward and after it in the
-backward; it is the other way round for those split by row."""
-
-
-def gemm_beside(slot: str) -> str:
-    """What Megatron runs beside the collective of a ``bwd`` slot: the region's ``dgrad`` beside the
-    gather of its saved input, its ``wgrad`` beside the reduction of that input's gradient, or nothing."""
-    region, _, part = slot.partition(".")
-    return "dgrad" if part == "gather" else "wgrad" if part == "scatter" or region in GATHERS_INPUT else ""
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +25,18 @@ class LayerCosts:
 
     ``forward_ns`` is the compute of each region alone. A region's backward is ``dgrad_ns`` (all
     that is not a weight gradient) plus ``wgrad_ns`` (the weight-gradient GEMM of a linear).
-    ``collective_ns`` has one entry per wait: ``fwd:SLOT`` and ``bwd:SLOT``, with the slots of
-    ``gpt.forward_slots`` and ``gpt.backward_slots``. ``contention`` multiplies the time of work
-    that runs while a collective is on the wire (``overlap``), Megatron's own GEMMs included.
+    ``collective_ns`` has one entry per wait: ``fwd:SLOT`` and ``bwd:SLOT``, with the slots of the
+    layer's kind (``LayerKind``). ``beside`` names the linears that are split by column: their
+    collective comes before the GEMM in the forward and after it in the backward; it is the other way
+    round for those split by row. ``contention`` multiplies the time of work that runs while a
+    collective is on the wire (``overlap``), Megatron's own GEMMs included.
     """
 
     forward_ns: Mapping[str, int]
     dgrad_ns: Mapping[str, int]
     wgrad_ns: Mapping[str, int]
     collective_ns: Mapping[str, int] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
     contention: float = 1.0
 
     def backward_ns(self, region: str) -> int:
@@ -74,9 +66,16 @@ class LayerCosts:
         beside = min(slowed, wire_ns)
         return beside, min(work_ns, ceil((slowed - beside) / self.contention)), wire_ns - beside
 
+    def gemm_beside(self, slot: str) -> str:
+        """What Megatron runs beside the collective of a ``bwd`` slot: the region's ``dgrad`` beside the
+        gather of its saved input, its ``wgrad`` beside the reduction of that input's gradient, or
+        nothing."""
+        region, _, part = slot.partition(".")
+        return "dgrad" if part == "gather" else "wgrad" if part or region in self.beside else ""
+
     def _beside(self, slot: str) -> tuple[int, int]:
         """The GEMM beside the collective of a ``bwd`` slot and the collective, each alone."""
-        gemms = {"dgrad": self.dgrad_ns, "wgrad": self.wgrad_ns}.get(gemm_beside(slot), {})
+        gemms = {"dgrad": self.dgrad_ns, "wgrad": self.wgrad_ns}.get(self.gemm_beside(slot), {})
         return gemms.get(slot.partition(".")[0], 0), self.collective_ns.get(f"bwd:{slot}", 0)
 
     def slowed_by_ns(self, slot: str) -> int:
@@ -186,12 +185,13 @@ class CostTable:
             contention = float(layer.get("contention", 1.0))
             if contention < 1.0:
                 raise ValueError(f"layer.contention {contention} is below 1")
+            beside = tuple(str(name) for name in layer["beside"])
             whole = _times({name: data[name] for name in _TABLE_TIMES}, "table")
             workspaces = tuple(data.get("workspace_bytes", ()))
             if not all(type(size) is int and size >= 0 for size in workspaces):
                 raise ValueError(f"workspace_bytes {workspaces!r} are not whole numbers of bytes")
             return cls(
-                layer=LayerCosts(**times, contention=contention),
+                layer=LayerCosts(**times, beside=beside, contention=contention),
                 **whole,
                 workspace_bytes=workspaces,
                 graph=str(data["graph"]),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from megatron_lynx.estimate import padded_vocabulary
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.hardware import Cluster
+from megatron_lynx.layers import kind_of
 from megatron_lynx.spec import Batch, Model, Parallel
 
 FP32 = 4
@@ -51,26 +52,6 @@ class Footprint:
         )
 
 
-def layer_parameters(model: Model, tp: int) -> int:
-    """Parameters of one layer on one rank: four linears, their biases, two norms.
-
-    Without GQA and with f = 4h their sum over ranks is 12h^2 + 13h. Biases of ``linear_proj`` and
-    ``linear_fc2`` and the norms are on every rank.
-    """
-    h, d = model.hidden_size, model.head_size
-    heads, groups = model.num_attention_heads // tp, model.groups // tp
-    ffn = model.ffn // tp
-    qkv, fc1 = (heads + 2 * groups) * d, ffn * (2 if model.swiglu else 1)
-    matrices = h * qkv + heads * d * h + h * fc1 + ffn * h
-    biases = qkv + h + fc1 + h if model.add_bias_linear else 0
-    return matrices + biases + 2 * norm_parameters(model)
-
-
-def norm_parameters(model: Model) -> int:
-    """Parameters of one norm: scale and shift, or the scale alone."""
-    return model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
-
-
 def stage_parameters(model: Model, parallel: Parallel, layers: int, *, first: bool, last: bool) -> int:
     """Parameters of a rank with ``layers`` layers.
 
@@ -78,13 +59,13 @@ def stage_parameters(model: Model, parallel: Parallel, layers: int, *, first: bo
     output layer, which is a copy of the embedding if the two are tied and the stages differ.
     """
     embedding = padded_vocabulary(model, parallel) // parallel.tp * model.hidden_size
-    count = layers * layer_parameters(model, parallel.tp)
+    count = layers * kind_of(model).parameters(model, parallel.tp)
     if first:
         count += embedding
         if model.position_embedding_type == "learned_absolute":
             count += (model.max_position_embeddings or 0) * model.hidden_size
     if last:
-        count += norm_parameters(model)
+        count += model.norm_parameters
         if not first or model.untie_embeddings_and_output_weights:
             count += embedding
     return count
@@ -149,29 +130,6 @@ def _logits_bytes(model: Model, parallel: Parallel, tokens: int, hidden: int) ->
     norm's input and output."""
     logits = tokens * padded_vocabulary(model, parallel) // parallel.tp
     return logits * (model.dtype_bytes + 2 * FP32) + 2 * hidden
-
-
-def workspace_bytes(model: Model, parallel: Parallel, batch: Batch) -> tuple[int, ...]:
-    """What one layer's backward needs besides saved storages, phase by phase (``gpt.CUTS``): the
-    gradients alive at once.
-
-    The residual's gradient all the time. Before fc1, the gradients of its output and of the MLP's
-    inner tensor. From fc1 on, the larger of its own and those of attention (with unfused attention,
-    of two s x s tensors). From the QKV linear on, those of its output and input.
-    """
-    e, tp = model.dtype_bytes, parallel.tp
-    tokens = batch.seq_length * batch.micro_batch_size
-    rows = tokens // tp if parallel.sequence_parallel else tokens
-    hidden, gathered = rows * model.hidden_size * e, tokens * model.hidden_size * e
-    wide = tokens * model.ffn // tp * e
-    mlp = wide * (3 if model.swiglu else 2) + gathered
-    fc1 = wide * (2 if model.swiglu else 1) + gathered
-    heads, groups = model.num_attention_heads // tp, model.groups // tp
-    qkv = tokens * (heads + 2 * groups) * model.head_size * e + gathered
-    attention = tokens * 2 * (heads + groups) * model.head_size * e + gathered
-    if model.attention == "unfused":
-        attention += 2 * batch.seq_length * tokens * heads * e
-    return hidden + mlp, hidden + max(fc1, attention), hidden + qkv
 
 
 def phase_workspaces(graph: LayerGraph, backward: Mapping[str, int]) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import estimate_costs
-from megatron_lynx.footprint import Footprint, footprint, step_ns, workspace_bytes
+from megatron_lynx.footprint import Footprint, footprint, step_ns
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.hardware import Cluster
-from megatron_lynx.layers.local import layer_graph
+from megatron_lynx.layers import kind_of, layer_graph
 from megatron_lynx.schedule import actions, in_flight
 from megatron_lynx.spec import Batch, Model, Parallel, check_job
 from megatron_lynx.units import format_bytes
@@ -52,7 +52,8 @@ class Job:
     @property
     def workspace_bytes(self) -> tuple[int, ...]:
         """What each phase of a layer's backward needs besides saved storages."""
-        return self.costs.workspace_bytes or workspace_bytes(self.model, self.parallel, self.batch)
+        estimated = kind_of(self.model).workspace_bytes
+        return self.costs.workspace_bytes or estimated(self.model, self.parallel, self.batch)
 
     def footprint(self, stage: int, layers: int) -> Footprint:
         """Static memory of rank ``stage`` with ``layers`` layers."""

@@ -42,7 +42,8 @@ class Model:
     bring the attention mask, so that unfused attention does not make one per layer (on middle
     stages it does all the same). ``dtype_bytes`` is 2 for bf16 and fp16, 4 for fp32. ``device``
     matters where torch saves other things on a CPU than on CUDA: dropout masks and norm statistics
-    in the activation type, and the factors of an RMSNorm.
+    in the activation type, and the factors of an RMSNorm. ``transformer_impl`` is the kind of layer
+    (``layers.KINDS``).
 
     Raises:
         ConfigError: a size below 1 or one that does not divide.
@@ -69,6 +70,7 @@ class Model:
     fused_activation: bool = True
     dtype_bytes: int = 2
     device: Literal["cuda", "cpu"] = "cuda"
+    transformer_impl: str = "local"
     name: str = "custom"
 
     def __post_init__(self) -> None:
@@ -90,6 +92,11 @@ class Model:
     def mask_bytes(self) -> int:
         """Size of one element of a dropout mask: one byte on CUDA, the activation type on a CPU."""
         return 1 if self.device == "cuda" else self.dtype_bytes
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm: scale and shift, or the scale alone."""
+        return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
 
     @property
     def groups(self) -> int:

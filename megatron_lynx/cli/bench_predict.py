@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.job import Job, make_job
+from megatron_lynx.layers import kind_of
 from megatron_lynx.plan import Plan, parse_plan
 from megatron_lynx.search.workflow import check_plan, graph_of
 from megatron_lynx.simulator import passes
@@ -23,9 +24,6 @@ from megatron_lynx.spec import Batch, Model, Parallel
 
 Sets = Mapping[str, Mapping[str, int]]
 """Working sets in bytes: ``forward`` and ``backward`` by region, ``ends`` by end."""
-
-_GRADIENTS = "linear_proj"
-"""The region whose backward needs little more than the gradients that are alive all the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +91,9 @@ class Predictor:
         """The meter's peak on one rank."""
         forward, backward, ends = (self.sets[name] for name in ("forward", "backward", "ends"))
         own = self.job.footprint(stage, len(plan.stages[stage].layers))
-        gradients, checkpoint = backward.get(_GRADIENTS, 0), self._checkpoint_bytes(plan)
+        checkpoint = self._checkpoint_bytes(plan)
+        # The linear that needs least needs little more than the gradients that are alive all the time.
+        gradients = min(backward.get(name, 0) for name in kind_of(self.job.model).gemms())
         again = {layer.layer for layer in plan.stages[stage].layers if layer.dropped}
         held, best = own.embedding_bytes + self._mask_bytes, 0
         for run in timeline.runs[stage]:

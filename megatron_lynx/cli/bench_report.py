@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron_lynx.cli.bench_result import Case, Measured, best_stock, front
 from megatron_lynx.cost import CostTable, LayerCosts
 from megatron_lynx.estimate import estimate_costs
-from megatron_lynx.layers.local import backward_slots, layer_graph
+from megatron_lynx.layers import kind_of, layer_graph
 from megatron_lynx.plan import Window
 from megatron_lynx.planner.price import candidates
 from megatron_lynx.presets import load_cluster, load_model
@@ -181,11 +181,11 @@ def _capacity(case: Case) -> list[str]:
     """How much of a layer collectives are, and what the windows of its backward could hold, beside what
     there is to run again."""
     layer = CostTable.from_json(json.dumps(case.costs), "the bench's costs").layer
-    parallel = Parallel(**case.parallel)
-    windows = [layer.window_ns(Window("bwd", 0, slot)) for slot in backward_slots(parallel)]
+    model, parallel = Model(**case.model), Parallel(**case.parallel)
+    windows = [layer.window_ns(Window("bwd", 0, slot)) for slot in kind_of(model).backward_slots(parallel)]
     if not windows:
         return []
-    graph = layer_graph(Model(**case.model), parallel, Batch(**case.batch))
+    graph = layer_graph(model, parallel, Batch(**case.batch))
     names = [n for n in candidates(graph) if not graph.region(n).communicates]
     work, slowed = (sum(layer.rebuild_ns(n, hidden=h) for n in names) / 1e6 for h in (False, True))
     return [

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_lynx.cli.explain import relative
 from megatron_lynx.graph import INPUT, LayerGraph
 from megatron_lynx.job import Job
-from megatron_lynx.layers.local import FORWARD_ORDER
+from megatron_lynx.layers import kind_of
 from megatron_lynx.plan import Plan, StagePlan, Window
 from megatron_lynx.search.rows import job_facts
 from megatron_lynx.search.workflow import graph_of
@@ -52,7 +52,7 @@ def page_data(title: str, job: Job, methods: Sequence[Method], measured: Json | 
         "kinds": list(kinds.KINDS),
         "streams": list(kinds.STREAMS),
         "owners": list(kinds.OWNERS),
-        "regions": region_names(job.graph, [m.plan for m in methods if m.plan]),
+        "regions": region_names(job, [m.plan for m in methods if m.plan]),
         "budget_bytes": job.memory_bytes,
         "methods": [_method(job, method) for method in methods],
         "shown": 0,
@@ -60,7 +60,7 @@ def page_data(title: str, job: Job, methods: Sequence[Method], measured: Json | 
     }
 
 
-def region_names(graph: LayerGraph | None, plans: Iterable[Plan]) -> list[str]:
+def region_names(job: Job, plans: Iterable[Plan]) -> list[str]:
     """Regions of the grid, in forward order: the graph's, and what the plans name beside them.
 
     The layer's input stands there only if some plan drops it.
@@ -68,8 +68,8 @@ def region_names(graph: LayerGraph | None, plans: Iterable[Plan]) -> list[str]:
     named = {
         region for plan in plans for stage in plan for layer in stage.layers for region, _ in layer.choices
     }
-    known = set(graph.names) - {INPUT} if graph else set(FORWARD_ORDER) - {INPUT}
-    return [name for name in FORWARD_ORDER if name in known | named]
+    known = set(job.graph.names) - {INPUT}
+    return [name for name in (INPUT, *kind_of(job.model).names) if name in known | named]
 
 
 def _method(job: Job, method: Method) -> Json:

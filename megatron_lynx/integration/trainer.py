@@ -35,7 +35,7 @@ from megatron_lynx.integration.report import ReportWriter
 from megatron_lynx.integration.session import Session
 from megatron_lynx.integration.targets import TARGETS, Target
 from megatron_lynx.integration.windows import Hooks, in_step
-from megatron_lynx.layers.local import layer_graph
+from megatron_lynx.layers import layer_graph
 from megatron_lynx.plan import Plan, fingerprint, parse_plan
 
 UNLIMITED_BYTES = 1 << 60

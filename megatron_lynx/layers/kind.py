@@ -90,6 +90,19 @@ class Kernel:
     attention: bool = False
     gemm: tuple[int, int, int] | None = None
 
+    @classmethod
+    def product(cls, tokens: int, inner: int, outer: int, e: int) -> Kernel:
+        """A product of [tokens, inner] and [inner, outer], of ``e`` bytes an element: 2mnk FLOPs, each
+        operand moved once."""
+        moved = (tokens * inner + inner * outer + tokens * outer) * e
+        return cls(2 * tokens * inner * outer, moved, gemm=(tokens, outer, inner))
+
+    @classmethod
+    def weight_gradient(cls, tokens: int, inner: int, outer: int, e: int) -> Kernel:
+        """The weight gradient of the same product, added to an fp32 buffer (read and written)."""
+        moved = tokens * (inner + outer) * e + 2 * 4 * inner * outer
+        return cls(2 * tokens * inner * outer, moved, gemm=(outer, inner, tokens))
+
 
 Work = Mapping[str, tuple[Kernel, ...]]
 """The kernels of each region."""
@@ -160,6 +173,10 @@ class LayerKind:
     def inner(self) -> dict[str, str]:
         """What runs inside a submodule: the submodule, and the name of the inner part."""
         return {part.inside: part.name for part in self.parts if isinstance(part, Inner)}
+
+    def glue_before(self) -> dict[str, str]:
+        """What begins where a glue ends, and the name of the glue."""
+        return {part.before: part.name for part in self.parts if isinstance(part, Glue)}
 
     def gemms(self) -> dict[str, str]:
         """Its linears: name and path."""

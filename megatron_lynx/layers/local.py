@@ -10,65 +10,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lynx.graph import INPUT, LayerGraph, Region, Storage
+from megatron_lynx.layers import dense
+from megatron_lynx.layers.kind import Glue, LayerKind, LayerWork, Mask, Operation, Submodule
 from megatron_lynx.spec import Batch, Model, Parallel
 
-FORWARD_ORDER = (
-    INPUT,
-    "input_layernorm",
-    "linear_qkv",
-    "qkv_split",
-    "core_attention",
-    "linear_proj",
-    "self_attn_dropout",
-    "self_attn_bda",
-    "pre_mlp_layernorm",
-    "linear_fc1",
-    "activation",
-    "linear_fc2",
-    "mlp_dropout",
-    "mlp_bda",
+NORMS = ("FusedLayerNorm", "WrappedTorchNorm", "LayerNorm", "RMSNorm")
+"""Megatron's own with Apex, and torch's that its wrapper makes."""
+
+PARTS = (
+    Submodule("input_layernorm", "input_layernorm", NORMS),
+    Submodule("linear_qkv", "self_attention.linear_qkv", ("ColumnParallelLinear",), gemm=True),
+    Glue("qkv_split", "self_attention", after="linear_qkv", before="core_attention"),
+    Submodule("core_attention", "self_attention.core_attention", ("DotProductAttention",)),
+    Submodule("linear_proj", "self_attention.linear_proj", ("RowParallelLinear",), gemm=True),
+    Mask("self_attn_dropout", inside="self_attn_bda"),
+    Operation("self_attn_bda", "self_attn_bda"),
+    Submodule("pre_mlp_layernorm", "pre_mlp_layernorm", NORMS),
+    Submodule("linear_fc1", "mlp.linear_fc1", ("ColumnParallelLinear",), gemm=True),
+    Glue("activation", "mlp", after="linear_fc1", before="linear_fc2"),
+    Submodule("linear_fc2", "mlp.linear_fc2", ("RowParallelLinear",), gemm=True),
+    Mask("mlp_dropout", inside="mlp_bda"),
+    Operation("mlp_bda", "mlp_bda"),
 )
-"""Every region of a layer in forward order.
+"""``qkv_split`` holds the rotary embedding too. The masks can be rebuilt from the random state alone."""
 
-``qkv_split`` (with the rotary embedding) and ``activation`` are the glue between two submodules;
-``self_attn_dropout`` and ``mlp_dropout`` are the masks drawn inside the two bias-dropout-adds,
-which can be rebuilt from the random state alone.
-"""
-
-
-CUTS = ("linear_fc1", "linear_qkv")
-"""A layer's backward in three phases: what comes before the two waits for an input gradient (or, with
-sequence parallelism, the waits at those two linears), where most of a half layer is gone."""
-
-
-def forward_slots(parallel: Parallel) -> tuple[str, ...]:
-    """Regions of a layer whose forward waits for a tensor-parallel collective, in order."""
-    if parallel.tp == 1:
-        return ()
-    if parallel.sequence_parallel:
-        return ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-    return ("linear_proj", "linear_fc2")
-
-
-def backward_slots(parallel: Parallel) -> tuple[str, ...]:
-    """Waits for a tensor-parallel collective in a layer's backward, in the order they come.
-
-    Without sequence parallelism these are the all-reduces of the two input gradients. With it,
-    each half layer gathers the gradient of its output, gathers its saved input again, and
-    reduce-scatters the gradient of that input.
-    """
-    if parallel.tp == 1:
-        return ()
-    if parallel.sequence_parallel:
-        return (
-            "linear_fc2",
-            "linear_fc1.gather",
-            "linear_fc1.scatter",
-            "linear_proj",
-            "linear_qkv.gather",
-            "linear_qkv.scatter",
-        )
-    return ("linear_fc1", "linear_qkv")
+FORWARD_ORDER = (INPUT, *(part.name for part in PARTS))
+"""Every region of a layer in forward order."""
 
 
 def layer_graph(model: Model, parallel: Parallel, batch: Batch) -> LayerGraph:
@@ -117,7 +84,9 @@ def layer_graph(model: Model, parallel: Parallel, batch: Batch) -> LayerGraph:
         )
         for name in names
     )
-    return LayerGraph(regions=regions, storages=tuple(s for s in storages if s.producer in names), cuts=CUTS)
+    return LayerGraph(
+        regions=regions, storages=tuple(s for s in storages if s.producer in names), cuts=dense.CUTS
+    )
 
 
 def _rows(parallel: Parallel, batch: Batch) -> int:
@@ -302,3 +271,25 @@ def _activation_inner(model: Model, fc1: int, wide: int) -> tuple[int, bool]:
     biased = fc1 if model.add_bias_linear else 0
     factors = 2 * wide if model.swiglu else 0
     return biased + factors, not model.add_bias_linear
+
+
+def _work(model: Model, parallel: Parallel, batch: Batch) -> LayerWork:
+    return dense.work(model, parallel, batch, layer_graph(model, parallel, batch))
+
+
+forward_slots, backward_slots = dense.forward_slots, dense.backward_slots
+
+KIND = LayerKind(
+    name="local",
+    layer_class="TransformerLayer",
+    parts=PARTS,
+    cuts=dense.CUTS,
+    graph=layer_graph,
+    forward_slots=forward_slots,
+    backward_slots=backward_slots,
+    beside=dense.BESIDE,
+    work=_work,
+    workspace_bytes=dense.workspace_bytes,
+    parameters=dense.parameters,
+    recompute_modules=dense.RECOMPUTE_MODULES,
+)

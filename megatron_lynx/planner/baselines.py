@@ -3,8 +3,8 @@
 They cost what Megatron's really cost. Full recomputation runs a layer's whole forward again with
 every collective, so its plans name every region, also those that no backward needs (``linear_fc2``,
 its collective, ``mlp_bda``). Tail-free is full without those. Selective recomputation keeps the
-output of ``core_attention`` (the next linear saves it) and drops what is inside, so it is priced by
-``megatron_graph``, in which that output does not belong to the region that is dropped.
+output of the attention (the next linear saves it) and drops what is inside, so it is priced by
+``megatron_graph``, in which that output does not belong to the regions that are dropped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import Answer, SolveOptions
 from megatron_lynx.units import format_bytes
 
-ATTENTION = "core_attention"
-ATTENTION_RESULT = "core_attention_result"
+SELECTIVE = "core_attn"
+"""What ``selective`` runs again, by Megatron's ``--recompute-modules``."""
 
 
 def infeasible(problem: StageProblem, planner: str, needed_bytes: int) -> InfeasibleError:
@@ -94,14 +94,14 @@ def _first_that_fits(problem: StageProblem, planner: str, plans: list[tuple[int,
     raise infeasible(problem, planner, min(peaks))
 
 
-def megatron_graph(graph: LayerGraph) -> LayerGraph:
-    """``graph`` with the output of ``core_attention`` outside of the region, and so kept."""
-    names = graph.names
-    split = names.index(ATTENTION) + 1
-    regions = (*graph.regions[:split], Region(name=ATTENTION_RESULT), *graph.regions[split:])
+def megatron_graph(graph: LayerGraph, module: tuple[str, ...]) -> LayerGraph:
+    """``graph`` with the output of the regions of ``module`` outside of them, and so kept."""
+    split = graph.names.index(module[-1]) + 1
+    result = f"{module[-1]}_result"
+    regions = (*graph.regions[:split], Region(name=result), *graph.regions[split:])
     storages = tuple(
-        replace(s, producer=ATTENTION_RESULT)
-        if s.producer == ATTENTION and any(reader != ATTENTION for reader in s.saved_by)
+        replace(s, producer=result)
+        if s.producer in module and any(reader not in module for reader in s.saved_by)
         else s
         for s in graph.storages
     )
@@ -109,16 +109,17 @@ def megatron_graph(graph: LayerGraph) -> LayerGraph:
 
 
 def selective(problem: StageProblem, options: SolveOptions) -> Answer:
-    """``--recompute-granularity selective``: run ``core_attention`` again, keep its output.
+    """``--recompute-granularity selective``: run the attention again, keep its output.
 
     Raises:
-        ConfigError: the layer has no ``core_attention``.
+        ConfigError: the layer has no such module.
     """
-    if ATTENTION not in problem.graph.names:
-        raise ConfigError(f"--lynx-planner selective needs a layer with {ATTENTION}; opt works")
-    choices: dict[int, dict[str, Choice]] = {layer: {ATTENTION: "demand"} for layer in problem.layers}
-    plan = stage_plan(problem, choices)
-    return Answer(plan=plan, status="fixed", graph=megatron_graph(problem.graph))
+    module = problem.recompute_modules.get(SELECTIVE, ())
+    if not module:
+        raise ConfigError(f"--lynx-planner selective needs a layer with {SELECTIVE}; opt works")
+    again: dict[str, Choice] = dict.fromkeys(module, "demand")
+    plan = stage_plan(problem, dict.fromkeys(problem.layers, again))
+    return Answer(plan=plan, status="fixed", graph=megatron_graph(problem.graph, module))
 
 
 def tail_free(problem: StageProblem, options: SolveOptions) -> Answer:

@@ -26,6 +26,7 @@ with it what it reads. A dropped input is made at that moment too, by the layer 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -50,7 +51,8 @@ class StageProblem:
     state; ``has_stall`` tells that there is a stall also where that is 0: one before the first backward
     and in the cooldown (see ``fill``). ``head_ns`` is the output layer's collective (last stage only).
     ``workspace_bytes`` is what each phase of a layer's backward needs besides saved storages; what is
-    not said is nothing.
+    not said is nothing. ``recompute_modules`` are the regions that Megatron's own flag of that name runs
+    again.
     """
 
     stage: int
@@ -65,6 +67,7 @@ class StageProblem:
     has_stall: bool = False
     head_ns: int = 0
     workspace_bytes: tuple[int, ...] = ()
+    recompute_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     _rooms: dict[tuple[str, str], int] = field(init=False, repr=False, compare=False)
     """Length of each window, which is the same for every layer."""
 

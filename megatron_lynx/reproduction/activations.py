@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron_lynx.graph import INPUT, LayerGraph
-from megatron_lynx.layers.local import layer_graph
-from megatron_lynx.planner.baselines import ATTENTION, megatron_graph
+from megatron_lynx.layers import kind_of
+from megatron_lynx.planner.baselines import SELECTIVE, megatron_graph
 from megatron_lynx.schedule import in_flight
 from megatron_lynx.spec import Batch, Model, Parallel
 
@@ -139,10 +139,10 @@ class Configuration:
             sequence_parallel=self.sequence_parallel,
         )
 
-    def dropped(self, graph: LayerGraph) -> frozenset[str]:
-        """Regions that are recomputed."""
+    def dropped(self, graph: LayerGraph, attention: tuple[str, ...]) -> frozenset[str]:
+        """Regions that are recomputed; ``attention`` by the selective kind."""
         if self.recompute == "selective":
-            return frozenset({ATTENTION})
+            return frozenset(attention)
         return frozenset(graph.names) - {INPUT} if self.recompute == "full" else frozenset()
 
 
@@ -231,10 +231,11 @@ class Account:
 def account(configuration: Configuration, model: Model, batch: Batch, tp: int) -> Account:
     """Compare one configuration of one model; ``model`` needs unfused attention and dropout."""
     parallel = configuration.parallel(tp)
-    graph = layer_graph(model, parallel, batch)
+    kind = kind_of(model)
+    graph, attention = kind.graph(model, parallel, batch), kind.recompute_modules[SELECTIVE]
     if configuration.recompute == "selective":
-        graph = megatron_graph(graph)
-    dropped = configuration.dropped(graph)
+        graph = megatron_graph(graph, attention)
+    dropped = configuration.dropped(graph, attention)
     kept = {s.name: s for s in graph.storages if graph.is_kept(s, dropped)}
     mode = configuration.recompute
     items = tuple(

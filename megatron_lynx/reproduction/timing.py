@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_lynx.estimate import Work, dgrad_work, estimate_costs, forward_work, wgrad_work
+from megatron_lynx.estimate import estimate_costs
 from megatron_lynx.hardware import Cluster
+from megatron_lynx.layers import kind_of
+from megatron_lynx.layers.kind import Work
+from megatron_lynx.planner.baselines import SELECTIVE
 from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.reproduction.published import MODEL_ROWS, SEQUENCE, TABLE_4, LayerRow, ModelRow
 from megatron_lynx.search.workflow import make_job, plan_job
@@ -214,11 +217,13 @@ def layer_flops(model: Model, parallel: Parallel, batch: Batch) -> LayerFlops:
     def count(work: Work) -> int:
         return sum(kernel.flops for kernels in work.values() for kernel in kernels)
 
-    forward = forward_work(model, parallel, batch)
+    kind = kind_of(model)
+    work = kind.work(model, parallel, batch)
+    attention = {name: work.forward[name] for name in kind.recompute_modules[SELECTIVE]}
     return LayerFlops(
-        forward=count(forward),
-        backward=count(dgrad_work(model, parallel, batch)) + count(wgrad_work(model, parallel, batch)),
-        attention=sum(kernel.flops for kernel in forward["core_attention"]),
+        forward=count(work.forward),
+        backward=count(work.dgrad) + count(work.wgrad),
+        attention=count(attention),
     )
 
 

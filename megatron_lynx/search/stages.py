@@ -14,7 +14,7 @@ from megatron_lynx import planner as planners
 from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job
-from megatron_lynx.layers.local import backward_slots, forward_slots
+from megatron_lynx.layers import kind_of
 from megatron_lynx.partition.layout import chunks_of
 from megatron_lynx.plan import LayerPlan, StagePlan, relabel
 from megatron_lynx.planner import PlannedStage, SolveOptions, StageProblem
@@ -33,7 +33,7 @@ def stage_problem(
     job: Job, stage: int, chunks: tuple[tuple[int, ...], ...], stall_ns: int = 0
 ) -> StageProblem:
     """What the planner of rank ``stage`` is asked when it holds the layers in ``chunks``."""
-    parallel = job.parallel
+    parallel, kind = job.parallel, kind_of(job.model)
     layers = sum(len(chunk) for chunk in chunks)
     last = stage == parallel.pp - 1
     return StageProblem(
@@ -43,11 +43,12 @@ def stage_problem(
         costs=job.costs.layer,
         turns=turns(parallel, job.microbatches, stage),
         budget_bytes=job.memory_bytes - job.footprint(stage, layers).static_bytes,
-        forward_slots=forward_slots(parallel),
-        backward_slots=backward_slots(parallel),
+        forward_slots=kind.forward_slots(parallel),
+        backward_slots=kind.backward_slots(parallel),
         stall_ns=stall_ns,
         head_ns=job.costs.head_window_ns if last else 0,
         workspace_bytes=job.workspace_bytes,
+        recompute_modules=kind.recompute_modules,
     )
 
 

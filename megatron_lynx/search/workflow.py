@@ -17,10 +17,11 @@ from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError, InfeasibleError, PlanError
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job, make_job
+from megatron_lynx.layers import kind_of
 from megatron_lynx.partition.layout import Layout
 from megatron_lynx.plan import Plan, fingerprint
 from megatron_lynx.planner import PlannedStage, SolveOptions
-from megatron_lynx.planner.baselines import megatron_graph
+from megatron_lynx.planner.baselines import SELECTIVE, megatron_graph
 from megatron_lynx.schedule import in_flight
 from megatron_lynx.search.rows import Row, StageRow
 from megatron_lynx.search.splits import given_split, searched
@@ -257,7 +258,9 @@ def timeline_of(job: Job, plan: Plan) -> Timeline:
 
 def graph_of(job: Job, plan: Plan) -> LayerGraph:
     """The graph that a plan counts by: ``selective`` keeps the output of the region it drops."""
-    return megatron_graph(job.graph) if plan.planner == "selective" else job.graph
+    if plan.planner != "selective":
+        return job.graph
+    return megatron_graph(job.graph, kind_of(job.model).recompute_modules[SELECTIVE])
 
 
 def plan_with_costs(

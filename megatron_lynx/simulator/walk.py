@@ -21,7 +21,7 @@ The rules, window by window:
 
 from __future__ import annotations
 
-from megatron_lynx.cost import GATHERS_INPUT, CostTable, gemm_beside
+from megatron_lynx.cost import CostTable
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.plan import StagePlan, Window
 from megatron_lynx.simulator import passes as kinds
@@ -62,7 +62,7 @@ class StageWalk:
         self.index = graph if isinstance(graph, GraphIndex) else GraphIndex(graph)
         self.workspace_bytes, self.fine = workspace_bytes, fine
         waits = [name.removeprefix("bwd:") for name in self.costs.collective_ns if name.startswith("bwd:")]
-        self._slots = {(slot.partition(".")[0], gemm_beside(slot)): slot for slot in waits}
+        self._slots = {(slot.partition(".")[0], self.costs.gemm_beside(slot)): slot for slot in waits}
         self._cursor = Clock if timed_only else Cursor
         self._last_stage = plan.stage == stages - 1
         self._due = plan.windows()
@@ -119,11 +119,11 @@ class StageWalk:
                 waits = f"fwd:{region}" in costs.collective_ns
                 window = Window("fwd", layer, region)
                 due = self._due_in_forward(served, place, region)
-                if waits and region in GATHERS_INPUT:
+                if waits and region in costs.beside:
                     self._window(cursor, window, ledger, costs.window_ns(window), due=due)
                 cursor.run(kinds.FORWARD, costs.forward_ns.get(region, 0), layer, region)
                 cursor.memory(kept.get(region, 0), kinds.KEPT, layer, region)
-                if waits and region not in GATHERS_INPUT:
+                if waits and region not in costs.beside:
                     self._window(cursor, window, ledger, costs.window_ns(window), due=due)
         if self.has_head(chunk):
             cursor.run(kinds.FORWARD, table.head_forward_ns, -1, "head")

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.estimate import estimate_costs
-from megatron_lynx.footprint import workspace_bytes
-from megatron_lynx.layers.local import backward_slots, forward_slots, layer_graph
+from megatron_lynx.layers import kind_of
 from megatron_lynx.planner import SolveOptions, StageProblem, plan
 from megatron_lynx.planner.result import SolveReport
 from megatron_lynx.presets import load_cluster, load_model
@@ -57,18 +56,19 @@ def stage_problem(shape: Shape) -> StageProblem:
         micro_batch_size=shape.micro_batch_size,
         global_batch_size=16 * shape.micro_batch_size,
     )
-    costs = estimate_costs(model, parallel, batch, load_cluster(shape.cluster))
+    kind, costs = kind_of(model), estimate_costs(model, parallel, batch, load_cluster(shape.cluster))
     return StageProblem(
         stage=1,
         chunks=(tuple(range(shape.layers)),),
-        graph=layer_graph(model, parallel, batch),
+        graph=kind.graph(model, parallel, batch),
         costs=costs.layer,
         turns=(Turn(moments=((shape.in_flight,),)),),
         budget_bytes=1 << 60,
-        forward_slots=forward_slots(parallel),
-        backward_slots=backward_slots(parallel),
+        forward_slots=kind.forward_slots(parallel),
+        backward_slots=kind.backward_slots(parallel),
         stall_ns=shape.stall_ns,
-        workspace_bytes=workspace_bytes(model, parallel, batch),
+        workspace_bytes=kind.workspace_bytes(model, parallel, batch),
+        recompute_modules=kind.recompute_modules,
     )
 
 

@@ -58,6 +58,7 @@ COSTS = LayerCosts(
     dgrad_ns={},
     wgrad_ns={"linear_fc1": 6_000_000},
     collective_ns={"bwd:linear_fc1": 10_000_000, "bwd:linear_qkv": 9_000_000},
+    beside=("linear_fc1", "linear_qkv"),
     contention=1.5,
 )
 CASE = Case(

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lynx.cost import CostTable, LayerCosts, gemm_beside
+from megatron_lynx.cost import CostTable, LayerCosts
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.estimate import dgrad_work, estimate_costs, forward_work, padded_vocabulary, wgrad_work
+from megatron_lynx.estimate import estimate_costs, padded_vocabulary
 from megatron_lynx.footprint import (
     footprint,
-    layer_parameters,
     phase_workspaces,
     stage_parameters,
     step_ns,
     total_parameters,
 )
 from megatron_lynx.graph import LayerGraph
-from megatron_lynx.layers.local import backward_slots, forward_slots, layer_graph
+from megatron_lynx.layers import kind_of, layer_graph
+from megatron_lynx.layers.local import KIND, backward_slots, forward_slots
 from megatron_lynx.plan import Window
 from megatron_lynx.presets import load_cluster, load_model, preset_names
 from megatron_lynx.spec import Batch, Model, Parallel
@@ -39,6 +39,7 @@ COSTS = LayerCosts(
         "bwd:linear_qkv": 50,
         "bwd:linear_fc2": 40,
     },
+    beside=("linear_fc1", "linear_qkv"),
     contention=1.5,
 )
 SEQUENCE = replace(
@@ -81,11 +82,11 @@ def test_a_window_is_what_megatron_leaves_of_a_wait(
 def test_which_gemm_runs_beside_which_collective() -> None:
     """The two linears that are split by row have none: their gather comes before any work."""
     plain, sequence = (Parallel(tp=2, sequence_parallel=sp) for sp in (False, True))
-    assert {slot: gemm_beside(slot) for slot in backward_slots(plain)} == {
+    assert {slot: COSTS.gemm_beside(slot) for slot in backward_slots(plain)} == {
         "linear_fc1": "wgrad",
         "linear_qkv": "wgrad",
     }
-    assert {slot: gemm_beside(slot) for slot in backward_slots(sequence)} == {
+    assert {slot: COSTS.gemm_beside(slot) for slot in backward_slots(sequence)} == {
         "linear_fc2": "",
         "linear_fc1.gather": "dgrad",
         "linear_fc1.scatter": "wgrad",
@@ -151,11 +152,12 @@ def test_flops_of_a_layer(tp: int, attention: str) -> None:
     model = load_model("gpt-1.3b", attention=attention)
     s, b, h = 1024, 2, 2048
     job = (model, Parallel(tp=tp), Batch(seq_length=s, micro_batch_size=b, global_batch_size=b))
-    forward = sum(k.flops for kernels in forward_work(*job).values() for k in kernels)
+    work = kind_of(model).work(*job)
+    forward = sum(k.flops for kernels in work.forward.values() for k in kernels)
     gemms, scores = 24 * b * s * h * h // tp, 4 * b * s * s * h // tp
     assert forward == gemms + (scores // 2 if attention == "flash" else scores)
-    weights = sum(k.flops for kernels in wgrad_work(*job).values() for k in kernels)
-    inputs = sum(k.flops for name, ks in dgrad_work(*job).items() for k in ks if name.startswith("linear"))
+    weights = sum(k.flops for kernels in work.wgrad.values() for k in kernels)
+    inputs = sum(k.flops for name, ks in work.dgrad.items() for k in ks if name.startswith("linear"))
     assert weights == inputs == gemms
 
 
@@ -217,6 +219,7 @@ def test_a_table_round_trips(time_ns: int, other_ns: int, contention: float) -> 
         dgrad_ns={"a": other_ns},
         wgrad_ns={},
         collective_ns={"fwd:a": time_ns},
+        beside=("a",),
         contention=contention,
     )
     table = CostTable(layer=layer, p2p_ns=other_ns, head_window_ns=time_ns, graph="abc", source="test")
@@ -238,7 +241,7 @@ def broken(**changes: Any) -> str:
     [
         "{",
         "[]",
-        broken(schema=2),
+        broken(schema=1),
         broken(p2p_ns=None),
         broken(p2p_ns=1.5),
         broken(p2p_ns=-1),
@@ -275,7 +278,7 @@ def test_parameters_of_the_presets(name: str, billions: float) -> None:
 
 def test_parameters_by_formula() -> None:
     """12h^2 + 13h for a layer of GPT."""
-    assert layer_parameters(load_model("gpt-7b"), 1) == 12 * 4096**2 + 13 * 4096
+    assert KIND.parameters(load_model("gpt-7b"), 1) == 12 * 4096**2 + 13 * 4096
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.booleans())

@@ -33,7 +33,7 @@ from megatron_lynx.integration.measuring.memory import with_workspaces, working_
 from megatron_lynx.integration.planning import from_rank_0
 from megatron_lynx.integration.windows import Hooks
 from megatron_lynx.job import Job, make_job
-from megatron_lynx.layers.local import layer_graph
+from megatron_lynx.layers import kind_of, layer_graph
 from megatron_lynx.plan import Plan, parse_plan
 from megatron_lynx.profiler.measure import timed
 from megatron_lynx.profiler.meter import StorageMeter
@@ -194,7 +194,7 @@ class InTrainer:
                 continue  # both that follow recompute the MLP: see MLP_WITH_BIAS
             elif name == "mlp":
                 run = Stock(granularity="selective", modules=("mlp",))
-                plan = dropping(base, "modules-mlp", ("linear_fc1", "activation", "linear_fc2"))
+                plan = dropping(base, "modules-mlp", kind_of(self.model).recompute_modules[name])
                 found.append(Method("modules mlp", "stock", run, plan))
             elif name == "core_attn+mlp":
                 run = Stock(granularity="selective", modules=("core_attn", "mlp"))

@@ -24,7 +24,8 @@ from megatron_lynx.integration.binding import bind, transformer_layers
 from megatron_lynx.integration.measuring.ends import ends_ns, layer_arguments
 from megatron_lynx.integration.measuring.undisturbed import undisturbed
 from megatron_lynx.integration.targets import TARGETS
-from megatron_lynx.layers.local import layer_graph
+from megatron_lynx.layers import kind_of
+from megatron_lynx.layers.kind import LayerKind
 from megatron_lynx.plan import LayerPlan, StagePlan
 from megatron_lynx.profiler.measure import (
     REPEATS,
@@ -38,16 +39,8 @@ from megatron_lynx.profiler.measure import (
     transfer_ns,
     wgrad_ns,
 )
-from megatron_lynx.runtime.tape import GLUES
 from megatron_lynx.spec import Batch, Model, Parallel
 
-LINEARS = {
-    "linear_qkv": "self_attention.linear_qkv",
-    "linear_proj": "self_attention.linear_proj",
-    "linear_fc1": "mlp.linear_fc1",
-    "linear_fc2": "mlp.linear_fc2",
-}
-_MASKS = {"self_attn_bda": "self_attn_dropout", "mlp_bda": "mlp_dropout"}
 Times = dict[str, int]
 
 
@@ -70,23 +63,25 @@ def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
     """
     with undisturbed(chunks):
         run = LayerRun(chunks, model, parallel, batch)
-        layer = run.layer
-        collectives, contention = _collectives(layer, model, parallel, batch)
+        layer, kind = run.layer, kind_of(model)
+        collectives, contention = _collectives(run, kind, model, parallel, batch)
         with silent_collectives():
-            forward, dgrad, wgrad = _regions(run, model, batch)
+            forward, dgrad, wgrad = _regions(run, kind, model, batch)
         alone = LayerCosts(
             forward_ns=forward,
             dgrad_ns=dgrad,
             wgrad_ns=wgrad,
             collective_ns=collectives,
+            beside=tuple(sorted(kind.beside)),
             contention=contention,
         )
-        costs = _accumulating(layer, in_step(alone, *run.whole_ns()))
+        costs = _accumulating(layer, kind, in_step(alone, *run.whole_ns()))
         ends = ends_ns(chunks, model, parallel, batch)
         if parallel.tp > 1 and not parallel.sequence_parallel:
-            ends["head_window_ns"] = _head_window_ns(chunks, costs, batch)
-        p2p = _transfer(layer, model, parallel, batch)
-    graph = layer_graph(model, parallel, batch)
+            reduction = costs.collective_ns[f"bwd:{kind.backward_slots(parallel)[0]}"]
+            ends["head_window_ns"] = _head_window_ns(chunks, costs, reduction, batch)
+        p2p = _transfer(run, model, parallel, batch)
+    graph = kind.graph(model, parallel, batch)
     table = CostTable(layer=costs, p2p_ns=p2p, graph=graph.fingerprint(), source="measured on one layer")
     return table.with_times(ends)
 
@@ -157,10 +152,10 @@ class LayerRun:
 
     def __init__(self, chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch) -> None:
         layer = next(layer for layers in transformer_layers(chunks) for layer in layers)
-        weight = layer.self_attention.linear_qkv.weight
+        weight = layer.get_submodule(next(iter(kind_of(model).gemms().values()))).weight
         rows = batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
         size = (rows, batch.micro_batch_size, model.hidden_size)
-        self.chunks, self.layer = chunks, layer
+        self.chunks, self.layer, self.weight = chunks, layer, weight
         self.hidden = torch.randn(size, dtype=weight.dtype, device=weight.device, requires_grad=True)
         self._grad = torch.ones(size, dtype=weight.dtype, device=weight.device)
         self._arguments = layer_arguments(chunks, model, batch, weight.device)
@@ -218,10 +213,10 @@ class LayerRun:
         return round(statistics.mean(forward[WARMUP:])), round(statistics.mean(backward[WARMUP:]))
 
 
-def _regions(run: LayerRun, model: Model, batch: Batch) -> tuple[Times, Times, Times]:
+def _regions(run: LayerRun, kind: LayerKind, model: Model, batch: Batch) -> tuple[Times, Times, Times]:
     """Times of each region, collectives left out: forward, backward without weight gradients, and
     weight gradients."""
-    timer = RegionTimer({glue.sink: glue.name for glue in GLUES})
+    timer = RegionTimer(kind.glue_before())
     with run.probed() as probe:
         for _ in range(WARMUP + REPEATS):
             probe.active = timer
@@ -232,14 +227,15 @@ def _regions(run: LayerRun, model: Model, batch: Batch) -> tuple[Times, Times, T
     forward, backward = timer.forward_ns(), timer.backward_ns(WARMUP + REPEATS)
     tokens = batch.seq_length * batch.micro_batch_size
     wgrad = {}
-    for name, path in LINEARS.items():
+    for name, path in kind.gemms().items():
         linear = run.layer.get_submodule(path)
         biased = linear.bias is not None and not linear.skip_bias_add
         wgrad[name] = min(wgrad_ns(tokens, linear.weight, biased), backward[name])
         backward[name] -= wgrad[name]
     if model.hidden_dropout:
-        forward |= {mask: _mask_ns(run.hidden, model.hidden_dropout) for mask in _MASKS.values()}
-        for region, mask in _MASKS.items():
+        masks = kind.masks()
+        forward |= {mask: _mask_ns(run.hidden, model.hidden_dropout) for mask in masks.values()}
+        for region, mask in masks.items():
             forward[region] = max(0, forward[region] - forward[mask])
     return forward, backward, wgrad
 
@@ -266,11 +262,11 @@ def _pace(time_ns: Callable[[float], int], wanted_ns: int) -> float:
     return (paces.start + found) / 1000
 
 
-def _accumulating(layer: Any, costs: LayerCosts) -> LayerCosts:
+def _accumulating(layer: Any, kind: LayerKind, costs: LayerCosts) -> LayerCosts:
     """``costs`` with what training adds to a linear's backward: its gradient goes on top of those of the
     microbatches before."""
     dgrad = dict(costs.dgrad_ns)
-    for name, path in LINEARS.items():
+    for name, path in kind.gemms().items():
         dgrad[name] += _accumulate_ns(layer.get_submodule(path).weight)
     return replace(costs, dgrad_ns=dgrad)
 
@@ -291,16 +287,17 @@ def _mask_ns(like: torch.Tensor, p: float) -> int:
 # --- the links -----------------------------------------------------------------------------------
 
 
-def _collectives(layer: Any, model: Model, parallel: Parallel, batch: Batch) -> tuple[Times, float]:
-    """Times of the layer's collectives by slot (``gpt.forward_slots``, ``gpt.backward_slots``), and
-    the contention.
+def _collectives(
+    run: LayerRun, kind: LayerKind, model: Model, parallel: Parallel, batch: Batch
+) -> tuple[Times, float]:
+    """Times of the layer's collectives by slot (``LayerKind``), and the contention.
 
     In a backward slot a GEMM always runs beside the collective: those are timed that way.
     """
     if parallel.tp == 1:
         return {}, 1.0
-    group = layer.self_attention.linear_proj.tp_group
-    weight = layer.self_attention.linear_qkv.weight
+    group = run.layer.tp_group
+    weight = run.weight
     size = (batch.seq_length, batch.micro_batch_size, model.hidden_size)
     tensor = torch.zeros(size, dtype=weight.dtype, device=weight.device)
     rows = torch.ones(batch.seq_length, model.hidden_size, dtype=weight.dtype, device=weight.device)
@@ -317,8 +314,8 @@ def _collectives(layer: Any, model: Model, parallel: Parallel, batch: Batch) -> 
         contention, stretched = beside(
             lambda: torch.distributed.all_reduce(tensor, group=group, async_op=True), reduce_ns
         )
-        found = dict.fromkeys(("fwd:linear_proj", "fwd:linear_fc2"), reduce_ns)
-        return found | dict.fromkeys(("bwd:linear_fc1", "bwd:linear_qkv"), stretched), contention
+        found = {f"fwd:{slot}": reduce_ns for slot in kind.forward_slots(parallel)}
+        return found | {f"bwd:{slot}": stretched for slot in kind.backward_slots(parallel)}, contention
     gather, scatter = gather_ns(size, weight.dtype, weight.device, group)
     shard = tensor[: size[0] // parallel.tp].clone()
     contention, slow_gather = beside(
@@ -327,30 +324,29 @@ def _collectives(layer: Any, model: Model, parallel: Parallel, batch: Batch) -> 
     more, slow_scatter = beside(
         lambda: torch.distributed.reduce_scatter_tensor(shard, tensor, group=group, async_op=True), scatter
     )
-    found = {}
-    for column, row in (("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")):
-        found |= {f"fwd:{column}": gather, f"fwd:{row}": scatter, f"bwd:{row}": gather}
-        found |= {f"bwd:{column}.gather": slow_gather, f"bwd:{column}.scatter": slow_scatter}
+    found = {f"fwd:{s}": gather if s in kind.beside else scatter for s in kind.forward_slots(parallel)}
+    backward = {"": gather, "gather": slow_gather, "scatter": slow_scatter}
+    found |= {f"bwd:{s}": backward[s.partition(".")[2]] for s in kind.backward_slots(parallel)}
     return found, max(contention, more)
 
 
-def _head_window_ns(chunks: Sequence[Any], costs: LayerCosts, batch: Batch) -> int:
-    """How long the last stage waits for the output layer's input gradient beyond the GEMM beside it, which
-    the reduction slows as it does in a layer (``LayerCosts.overlap``)."""
+def _head_window_ns(chunks: Sequence[Any], costs: LayerCosts, reduction_ns: int, batch: Batch) -> int:
+    """How long the last stage waits for the reduction of the output layer's input gradient beyond the GEMM
+    beside it, which it slows as it does in a layer (``LayerCosts.overlap``)."""
     for chunk in chunks:
         if chunk.post_process:
             weight = chunk.shared_embedding_or_output_weight()
             weight = chunk.output_layer.weight if weight is None else weight
             gemm_ns = wgrad_ns(batch.seq_length * batch.micro_batch_size, weight, bias=False)
-            return costs.overlap(gemm_ns, costs.collective_ns["bwd:linear_fc1"])[2]
+            return costs.overlap(gemm_ns, reduction_ns)[2]
     return 0
 
 
-def _transfer(layer: Any, model: Model, parallel: Parallel, batch: Batch) -> int:
+def _transfer(run: LayerRun, model: Model, parallel: Parallel, batch: Batch) -> int:
     """One transfer of activations between neighbouring stages."""
     if parallel.pp == 1:
         return 0
-    weight = layer.self_attention.linear_qkv.weight
+    weight = run.weight
     rows = batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
     size = (rows, batch.micro_batch_size, model.hidden_size)
     group = parallel_state.get_pipeline_model_parallel_group()

@@ -19,20 +19,17 @@ from megatron_lynx.graph import INPUT, LayerGraph
 from megatron_lynx.integration.measuring.ends import run_ends
 from megatron_lynx.integration.measuring.layer import LayerRun, agreed, gathered, measure, silent_collectives
 from megatron_lynx.integration.measuring.undisturbed import undisturbed
-from megatron_lynx.layers.local import layer_graph
+from megatron_lynx.layers import kind_of, layer_graph
 from megatron_lynx.profiler.measure import mark_tensors
 from megatron_lynx.profiler.meter import StorageMeter
-from megatron_lynx.runtime.tape import GLUES
 from megatron_lynx.spec import Batch, Model, Parallel
-
-_GLUE_BEFORE = {glue.sink: glue.name for glue in GLUES}
 
 
 class _RegionMeter:
     """Stands where a timer stands: the peak while each region runs forward and backward."""
 
-    def __init__(self, meter: StorageMeter) -> None:
-        self.meter = meter
+    def __init__(self, meter: StorageMeter, glue_before: Mapping[str, str]) -> None:
+        self.meter, self._glue_before = meter, glue_before
         self.forward: dict[str, int] = {}
         self.backward: dict[str, int] = {}
         self._region = ""
@@ -43,7 +40,7 @@ class _RegionMeter:
 
     def record(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
         """Run a region and note the peak since the one before ended."""
-        glue = _GLUE_BEFORE.get(name)
+        glue = self._glue_before.get(name)
         if glue is not None:
             self._take(self.forward, glue)
             args, kwargs = (mark_tensors(value, glue, self.arrived) for value in (args, kwargs))
@@ -82,7 +79,7 @@ def _working_sets(
 ) -> dict[str, dict[str, int]]:
     run = LayerRun(chunks, model, parallel, batch)
     meter = StorageMeter()
-    regions = _RegionMeter(meter)
+    regions = _RegionMeter(meter, kind_of(model).glue_before())
     with run.probed() as probe, silent_collectives(), meter:
         probe.active = regions
         out = run.forward()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_lynx.cost import CostTable, LayerCosts
 from megatron_lynx.graph import INPUT, LayerGraph
-from megatron_lynx.layers.local import backward_slots, forward_slots, layer_graph
+from megatron_lynx.layers.local import KIND, backward_slots, forward_slots, layer_graph
 from megatron_lynx.plan import Choice, LayerPlan, StagePlan, Window, parse_choice
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.schedule import turns
@@ -56,6 +56,7 @@ def table_of(
         dgrad_ns=dict(FORWARD),
         wgrad_ns=WGRAD,
         collective_ns=dict.fromkeys(slots, wait),
+        beside=tuple(KIND.beside),
         contention=contention,
     )
     if not ends:
@@ -126,6 +127,7 @@ def problem_of(job: SimJob, stage: int, stall_ns: int = 0, budget_bytes: int = 1
         stall_ns=stall_ns,
         head_ns=job.table.head_window_ns if stage == parallel.pp - 1 else 0,
         workspace_bytes=job.workspace_bytes,
+        recompute_modules=KIND.recompute_modules,
     )
 
 

@@ -1,0 +1,256 @@
+"""What kinds of dense layers share: a norm and attention, a norm and an MLP, each with a residual.
+
+Symbols as in arXiv 2205.05198: s sequence, b microbatch, h hidden, a heads, g query groups, d head
+width, f MLP width, t tensor-parallel size, e bytes of an element. With sequence parallelism the layer's
+own tensors hold s/t rows. Forward FLOPs of a layer without its elementwise work are
+24bsh^2(1 + s/6h)/t, as there (appendix A); causal flash attention does half of the attention term.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lynx.graph import LayerGraph
+from megatron_lynx.layers.kind import Kernel, LayerWork
+from megatron_lynx.spec import Batch, Model, Parallel
+
+CUTS = ("linear_fc1", "linear_qkv")
+"""A layer's backward in three phases: what comes before the two waits for an input gradient (or, with
+sequence parallelism, the waits at those two linears), where most of a half layer is gone."""
+
+BESIDE = frozenset(("linear_qkv", "linear_fc1"))
+"""The linears that are split by column."""
+
+RECOMPUTE_MODULES = {
+    "core_attn": ("core_attention",),
+    "mlp": ("linear_fc1", "activation", "linear_fc2"),
+    "layernorm": ("input_layernorm", "pre_mlp_layernorm"),
+}
+
+FLASH_BACKWARD = 2.5
+"""FLOPs of flash attention's backward over its forward: five matrix products for two."""
+
+
+def forward_slots(parallel: Parallel) -> tuple[str, ...]:
+    """Regions of a layer whose forward waits for a tensor-parallel collective, in order."""
+    if parallel.tp == 1:
+        return ()
+    if parallel.sequence_parallel:
+        return ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    return ("linear_proj", "linear_fc2")
+
+
+def backward_slots(parallel: Parallel) -> tuple[str, ...]:
+    """Waits for a tensor-parallel collective in a layer's backward, in the order they come.
+
+    Without sequence parallelism these are the all-reduces of the two input gradients. With it,
+    each half layer gathers the gradient of its output, gathers its saved input again, and
+    reduce-scatters the gradient of that input.
+    """
+    if parallel.tp == 1:
+        return ()
+    if parallel.sequence_parallel:
+        return (
+            "linear_fc2",
+            "linear_fc1.gather",
+            "linear_fc1.scatter",
+            "linear_proj",
+            "linear_qkv.gather",
+            "linear_qkv.scatter",
+        )
+    return ("linear_fc1", "linear_qkv")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of the tensors of one layer on one rank, for one microbatch.
+
+    ``hidden`` is the shard of s x b x h that a rank holds (1/t with sequence parallelism),
+    ``gathered`` the whole of it, ``heads`` the attention output, ``qkv`` the fused projection,
+    ``wide`` the MLP's inner tensor, ``fc1`` the output of fc1 (twice ``wide`` with SwiGLU),
+    ``scores`` one s x s tensor of all heads, ``mask`` a dropout mask of ``hidden``.
+    """
+
+    tokens: int
+    hidden: int
+    gathered: int
+    heads: int
+    qkv: int
+    wide: int
+    fc1: int
+    scores: int
+    mask: int
+
+    @classmethod
+    def of(cls, model: Model, parallel: Parallel, batch: Batch) -> Sizes:
+        """The sizes of one job."""
+        e, tp = model.dtype_bytes, parallel.tp
+        tokens = batch.seq_length * batch.micro_batch_size
+        rows = tokens // tp if parallel.sequence_parallel else tokens
+        heads, groups = model.num_attention_heads // tp, model.groups // tp
+        wide = tokens * model.ffn // tp * e
+        return cls(
+            tokens=tokens,
+            hidden=rows * model.hidden_size * e,
+            gathered=tokens * model.hidden_size * e,
+            heads=tokens * heads * model.head_size * e,
+            qkv=tokens * (heads + 2 * groups) * model.head_size * e,
+            wide=wide,
+            fc1=wide * 2 if model.swiglu else wide,
+            scores=tokens * batch.seq_length * heads * e,
+            mask=rows * model.hidden_size * model.mask_bytes if model.hidden_dropout else 0,
+        )
+
+
+def _linears(model: Model, parallel: Parallel) -> dict[str, tuple[int, int]]:
+    """(inner, outer) widths of each linear's GEMM on one rank."""
+    tp, d = parallel.tp, model.head_size
+    heads, groups = model.num_attention_heads // tp, model.groups // tp
+    ffn = model.ffn // tp
+    return {
+        "linear_qkv": (model.hidden_size, (heads + 2 * groups) * d),
+        "linear_proj": (heads * d, model.hidden_size),
+        "linear_fc1": (model.hidden_size, ffn * (2 if model.swiglu else 1)),
+        "linear_fc2": (ffn, model.hidden_size),
+    }
+
+
+def parameters(model: Model, tp: int) -> int:
+    """Parameters of one layer on one rank: four linears, their biases, two norms.
+
+    Without GQA and with f = 4h their sum over ranks is 12h^2 + 13h. Biases of ``linear_proj`` and
+    ``linear_fc2`` and the norms are on every rank.
+    """
+    linears = _linears(model, Parallel(tp=tp))
+    matrices = sum(inner * outer for inner, outer in linears.values())
+    biases = sum(outer for _, outer in linears.values()) if model.add_bias_linear else 0
+    return matrices + biases + 2 * model.norm_parameters
+
+
+def workspace_bytes(model: Model, parallel: Parallel, batch: Batch) -> tuple[int, ...]:
+    """What one layer's backward needs besides saved storages, phase by phase (``CUTS``): the
+    gradients alive at once.
+
+    The residual's gradient all the time. Before fc1, the gradients of its output and of the MLP's
+    inner tensor. From fc1 on, the larger of its own and those of attention (with unfused attention,
+    of two s x s tensors). From the QKV linear on, those of its output and input.
+    """
+    z = Sizes.of(model, parallel, batch)
+    mlp = z.wide + z.fc1 + z.gathered
+    attention = z.heads + z.qkv + z.gathered
+    if model.attention == "unfused":
+        attention += 2 * z.scores
+    return z.hidden + mlp, z.hidden + max(z.fc1 + z.gathered, attention), z.hidden + z.qkv + z.gathered
+
+
+def work(model: Model, parallel: Parallel, batch: Batch, graph: LayerGraph) -> LayerWork:
+    """The kernels of a layer with this ``graph``."""
+    z, e = Sizes.of(model, parallel, batch), model.dtype_bytes
+    linears = _linears(model, parallel).items()
+    split = _split(model, graph)
+    return LayerWork(
+        forward={
+            **{name: (Kernel.product(z.tokens, inner, outer, e),) for name, (inner, outer) in linears},
+            **_forward_elementwise(z),
+            "qkv_split": split,
+            "core_attention": _attention_forward(model, batch, z),
+            "activation": _activation_forward(model, z),
+        },
+        dgrad={
+            **{name: (Kernel.product(z.tokens, outer, inner, e),) for name, (inner, outer) in linears},
+            **_backward_elementwise(z),
+            "qkv_split": split or (Kernel(0, 2 * z.qkv),),
+            "core_attention": _attention_backward(model, batch, z),
+            "activation": _activation_backward(model, z),
+        },
+        wgrad={n: (Kernel.weight_gradient(z.tokens, inner, outer, e),) for n, (inner, outer) in linears},
+    )
+
+
+def _forward_elementwise(z: Sizes) -> dict[str, tuple[Kernel, ...]]:
+    """Norms, and the bias-dropout-adds: each reads two tensors and writes one; its drawing of the mask
+    is a region of its own, which writes the mask and what it masks."""
+    norm, draw = (Kernel(0, 2 * z.hidden),), (Kernel(0, z.hidden + z.mask),)
+    add = (Kernel(0, (2 if z.mask else 3) * z.hidden),)
+    masks = {"self_attn_dropout": draw, "mlp_dropout": draw} if z.mask else {}
+    return {
+        "input_layernorm": norm,
+        "pre_mlp_layernorm": norm,
+        "self_attn_bda": add,
+        "mlp_bda": add,
+        **masks,
+    }
+
+
+def _backward_elementwise(z: Sizes) -> dict[str, tuple[Kernel, ...]]:
+    """A norm reads its input and the gradient and writes one; a bias-dropout-add reads the gradient
+    and the mask, writes one, and adds the gradients of the two branches it joins."""
+    norm = add = (Kernel(0, 3 * z.hidden),)
+    unmask = (Kernel(0, 2 * z.hidden + z.mask),)
+    masks = {"self_attn_dropout": unmask, "mlp_dropout": unmask} if z.mask else {}
+    return {
+        "input_layernorm": norm,
+        "pre_mlp_layernorm": norm,
+        "self_attn_bda": add,
+        "mlp_bda": add,
+        **masks,
+    }
+
+
+def _split(model: Model, graph: LayerGraph) -> tuple[Kernel, ...]:
+    """Views cost nothing; the rotary embedding (or a copy for GQA) moves what it writes twice."""
+    copied = sum(s.size_bytes for s in graph.produced_by("qkv_split"))
+    kernels = 2 if model.position_embedding_type == "rope" else 1
+    return (Kernel(0, 2 * copied // kernels),) * kernels if copied else ()
+
+
+def _attention_forward(model: Model, batch: Batch, z: Sizes) -> tuple[Kernel, ...]:
+    """Two products of s x s x d per head. Flash: one causal kernel, half of them. Unfused: all of
+    them, with the scores, the softmax and the dropped probabilities going through memory."""
+    product = 2 * batch.seq_length * z.heads // model.dtype_bytes
+    if model.attention == "flash":
+        return (Kernel(product, z.qkv + z.heads, attention=True),)
+    wide = 2 if model.attention_softmax_in_fp32 else 1
+    kernels = [
+        Kernel(product, z.qkv + z.scores),
+        Kernel(0, z.scores * (1 + wide)),
+    ]
+    if model.attention_dropout:
+        mask = z.scores // model.dtype_bytes * model.mask_bytes
+        kernels.append(Kernel(0, z.scores * (1 + wide) + mask))
+    return (*kernels, Kernel(product, z.scores + 2 * z.heads), Kernel(0, 2 * z.heads))
+
+
+def _attention_backward(model: Model, batch: Batch, z: Sizes) -> tuple[Kernel, ...]:
+    """Two products for each of the forward's; flash recomputes one more."""
+    product = 2 * batch.seq_length * z.heads // model.dtype_bytes
+    if model.attention == "flash":
+        return (Kernel(int(FLASH_BACKWARD * product), 2 * (z.qkv + z.heads), attention=True),)
+    wide = 2 if model.attention_softmax_in_fp32 else 1
+    kernels = [Kernel(product, z.scores + 2 * z.heads), Kernel(product, z.scores + 2 * z.heads)]
+    if model.attention_dropout:
+        mask = z.scores // model.dtype_bytes * model.mask_bytes
+        kernels.append(Kernel(0, 2 * z.scores + mask))
+    kernels.append(Kernel(0, z.scores * (1 + 2 * wide)))
+    return (*kernels, *(Kernel(product, z.scores + 2 * z.heads),) * 2, Kernel(0, 2 * z.qkv))
+
+
+def _activation_forward(model: Model, z: Sizes) -> tuple[Kernel, ...]:
+    """Fused: read fc1's output, write the MLP's inner tensor. Unfused: a kernel per operation."""
+    fused = (Kernel(0, z.fc1 + z.wide),)
+    if model.fused_activation:
+        return fused
+    bias = (Kernel(0, 2 * z.fc1),) if model.add_bias_linear else ()
+    if not model.swiglu:
+        return (*bias, *fused)
+    return (*bias, Kernel(0, 2 * z.wide), Kernel(0, 2 * z.wide), Kernel(0, 3 * z.wide))
+
+
+def _activation_backward(model: Model, z: Sizes) -> tuple[Kernel, ...]:
+    fused = (Kernel(0, 2 * z.fc1 + z.wide),)
+    if model.fused_activation:
+        return fused
+    bias = (Kernel(0, z.fc1),) if model.add_bias_linear else ()
+    if not model.swiglu:
+        return (*bias, *fused)
+    return (*bias, Kernel(0, 5 * z.wide), Kernel(0, 3 * z.wide), Kernel(0, 2 * z.fc1))
