@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from megatron_lynx.layers import KINDS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_lynx"
@@ -192,6 +195,50 @@ def test_import_of_the_package_alone_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+REGIONS_ELSEWHERE = {
+    "runtime/tape.py",
+    "runtime/trace.py",
+    "runtime/region.py",
+    "runtime/executor.py",
+    "integration/binding.py",
+    "integration/session.py",
+    "reproduction/activations.py",
+}
+"""Files outside of ``layers`` that name regions. The last one sets a paper's table beside them, item by
+item; the others are to read ``LayerKind``. Rows may be removed, not added."""
+
+
+def strings(tree: ast.Module) -> Iterator[str]:
+    """Every string of a file that is not a docstring."""
+    bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
+    loose = {id(one.value) for body in bodies for one in body if isinstance(one, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in loose:
+            yield node.value
+
+
+def regions_named(path: Path) -> set[str]:
+    """Regions of any kind of layer that stand in a file's strings: as a word, or, where a region is
+    called by a plain word, as the whole string or in a plan's own notation."""
+    names = {name for kind in KINDS.values() for name in kind.names}
+    found = set()
+    for text in strings(ast.parse(path.read_text("utf-8"))):
+        for name in names:
+            form = rf"\b{name}\b" if "_" in name else rf"(^|[.:]){name}($|[.:=])"
+            if re.search(form, text):
+                found.add(name)
+    return found
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in SOURCES if place(p) != "layers"],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_regions_are_named_in_their_kinds_alone(path: Path) -> None:
+    assert not regions_named(path) or str(path.relative_to(PACKAGE)) in REGIONS_ELSEWHERE
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:

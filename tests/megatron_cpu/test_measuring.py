@@ -23,16 +23,14 @@ def test_the_heads_window_is_what_its_slowed_gemm_leaves(
         return 80
 
     monkeypatch.setattr(measuring, "wgrad_ns", measured)
-    costs = LayerCosts(
-        forward_ns={}, dgrad_ns={}, wgrad_ns={}, collective_ns={"bwd:linear_fc1": 200}, contention=contention
-    )
+    costs = LayerCosts(forward_ns={}, dgrad_ns={}, wgrad_ns={}, contention=contention)
     batch = Batch(seq_length=16, micro_batch_size=2, global_batch_size=2)
     body = SimpleNamespace(post_process=False)
     last: Any = SimpleNamespace(
         post_process=True, shared_embedding_or_output_weight=lambda: torch.zeros(8, 4)
     )
-    assert measuring._head_window_ns([body], costs, batch) == 0
-    assert measuring._head_window_ns([body, last], costs, batch) == window_ns
+    assert measuring._head_window_ns([body], costs, 200, batch) == 0
+    assert measuring._head_window_ns([body, last], costs, 200, batch) == window_ns
 
 
 LAYER = LayerCosts(
@@ -40,6 +38,7 @@ LAYER = LayerCosts(
     dgrad_ns={"linear_fc1": 3000, "activation": 2000},
     wgrad_ns={"linear_fc1": 3000},
     collective_ns={"fwd:linear_fc2": 700, "bwd:linear_fc1": 5000},
+    beside=("linear_fc1",),
     contention=1.25,
 )
 

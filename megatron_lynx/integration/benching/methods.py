@@ -33,7 +33,7 @@ LEFT_OUT = {
 """Values of ``--recompute-modules`` that the bench leaves out, and why."""
 
 MLP_WITH_BIAS = (
-    "Megatron's checkpoint returns the bias of linear_fc2 from an autograd function, which makes the "
+    "Megatron's checkpoint returns its last bias from an autograd function, which makes the "
     "parameter a result of that function; its backward then runs itself without end "
     "(--disable-bias-linear works)"
 )
