@@ -67,7 +67,9 @@ def parse_choice(text: str) -> Choice:
         return DEMAND
     match = _WINDOW.fullmatch(text)
     if match is None:
-        raise PlanError(f"choice {text!r} is not keep, demand, stall, head, fwd:LAYER:SLOT or bwd:LAYER:SLOT")
+        raise PlanError(
+            f"choice {text!r} is not keep, demand or a window (stall, head, fwd:LAYER:SLOT or bwd:LAYER:SLOT)"
+        )
     if match.group(1) is None:
         return Window("head") if text == "head" else Window("stall")
     return Window("fwd" if match.group(1) == "fwd" else "bwd", int(match.group(2)), match.group(3))
