@@ -1,7 +1,7 @@
 """The flags that describe a job, shared by every command that plans one.
 
-A value comes from the command line, else from ``--from-args``, else from ``--run``, else from
-``--model``, else from a default. Flags of the model carry Megatron's own names.
+A value comes from the command line, else from the launch (``--from-args``, or what follows ``--``), else
+from ``--run``, else from ``--model``, else from a default. Flags of the model carry Megatron's own names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_lynx.cli.megatron_args import MegatronArgs, read_args
+from megatron_lynx.cli.megatron_args import MegatronArgs, read_args, read_command
+from megatron_lynx.cli.sizes import derive
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.presets import load_cluster, make_model, preset_names, read_toml
@@ -63,13 +64,23 @@ def add_job_flags(parser: argparse.ArgumentParser, *, plans: bool = True) -> Non
     job.add_argument("--model", metavar="NAME|FILE", help=f"one of {', '.join(preset_names('models'))}")
     job.add_argument("--cluster", metavar="NAME|FILE", help=f"one of {', '.join(preset_names('clusters'))}")
     job.add_argument("--run", metavar="NAME|FILE", help="a whole job from a file of configs/runs")
-    job.add_argument("--from-args", metavar="FILE", help="a Megatron launch script or argument list")
+    job.add_argument(
+        "--from-args",
+        metavar="FILE",
+        help="a Megatron launch script (bash reads it; nothing is started or written), list of arguments, "
+        "YAML config, checkpoint, or what `lynx capture` wrote; `-- COMMAND` at the end is the command",
+    )
+    job.add_argument("--launch", type=whole, metavar="N", help="which of several trainings of a script")
+    job.add_argument(
+        "--ignore", action="append", metavar="FLAG", help="plan as if the launch did not have this flag"
+    )
     job.add_argument("--profile", metavar="FILE", help="measured costs, as `lynx profile` writes them")
     job.add_argument("--budget", metavar="SIZE", help="memory of a device that training may take: 32GiB")
     job.add_argument("--tp", "--tensor-model-parallel-size", type=whole, metavar="N")
     job.add_argument("--pp", "--pipeline-model-parallel-size", type=whole, metavar="N")
     job.add_argument("--vpp", "--num-virtual-stages-per-pipeline-rank", type=whole, metavar="N")
     job.add_argument("--dp", type=whole, metavar="N", help="data-parallel size")
+    job.add_argument("--world-size", type=whole, metavar="N", help="number of GPUs, in place of --dp")
     job.add_argument("--sequence-parallel", action="store_true", default=None)
     job.add_argument(
         "--use-distributed-optimizer", action="store_true", default=None, dest="distributed_optimizer"
@@ -128,20 +139,18 @@ def choices_from(args: argparse.Namespace, *, check_split: bool = True) -> Choic
         ConfigError: names the flag, its value and a value that works.
     """
     given = {name: value for name, value in vars(args).items() if value is not None}
-    script = read_args(given["from_args"]) if "from_args" in given else MegatronArgs()
+    script = _script(given)
     run = _read_run(given["run"]) if "run" in given else {}
-    values: dict[str, Any] = {**DEFAULTS, **run, **script.values, **given}
+    values: dict[str, Any] = {**DEFAULTS, **run, **(script.values if script else {}), **given}
     if values["planner"] not in planner_names():
         raise ConfigError(f"--planner {values['planner']!r} is unknown; {', '.join(planner_names())} works")
     if values["partition"] not in PARTITIONS:
         raise ConfigError(f"--partition {values['partition']!r} is unknown; {', '.join(PARTITIONS)} works")
-    model = _model(values, standalone=bool(script.values) and "model" not in {**run, **given})
     chosen = {**run, **given}
-    _derive_parallel(values, model, script, explicit_dp="dp" in chosen, explicit_vpp="vpp" in chosen)
+    model = _model(values, standalone=script is not None and "model" not in chosen)
+    notes = derive(values, model.num_layers, script, chosen)
     job = _job(values, model, check_split=check_split and values["partition"] == "keep")
-    notes = [*script.notes]
-    if script.ignored:
-        notes.append("flags that change no plan: " + " ".join(script.ignored))
+    notes += script.all_notes() if script else []
     limit = values.get("time_limit")
     return Choices(
         job=job,
@@ -150,6 +159,28 @@ def choices_from(args: argparse.Namespace, *, check_split: bool = True) -> Choic
         time_limit_s=parse_ns(limit, "--time-limit") / 1e9 if limit else TIME_LIMIT_S,
         notes=tuple(notes),
     )
+
+
+def _script(given: Mapping[str, Any]) -> MegatronArgs | None:
+    """The launch of ``--from-args`` or of the words after ``--``.
+
+    Raises:
+        ConfigError: both are given, or the job is of a kind that is not planned.
+    """
+    ignore = [name.removeprefix("--") for name in given.get("ignore", ())]
+    number = given.get("launch")
+    if given.get("command_line") is not None:
+        if "from_args" in given:
+            raise ConfigError(
+                f"--from-args {given['from_args']} and a command after -- are two jobs; one works"
+            )
+        script = read_command(given["command_line"], number, ignore)
+    elif "from_args" in given:
+        script = read_args(given["from_args"], number, ignore)
+    else:
+        return None
+    script.check()
+    return script
 
 
 def _read_run(name: str) -> dict[str, Any]:
@@ -183,43 +214,6 @@ def _model(values: Mapping[str, Any], *, standalone: bool) -> Model:
             f"--max-position-embeddings {values['seq_length']} works"
         )
     return make_model(single, where)
-
-
-def _derive_parallel(
-    values: dict[str, Any], model: Model, script: MegatronArgs, *, explicit_dp: bool, explicit_vpp: bool
-) -> None:
-    """Sizes that Megatron derives: VPP from layers per virtual stage, DP from the world size."""
-    per_stage = values.pop("layers_per_virtual_stage", None)
-    if per_stage and not explicit_vpp:
-        stage_layers = model.num_layers // values["pp"]
-        if per_stage < 1 or stage_layers % per_stage:
-            raise ConfigError(
-                f"--num-layers-per-virtual-pipeline-stage {per_stage} does not divide the "
-                f"{stage_layers} layers of a stage; 1 works"
-            )
-        values["vpp"] = stage_layers // per_stage
-    first, last = values.pop("first_stage_layers", None), values.pop("last_stage_layers", None)
-    if (first or last) and "layout" not in values:
-        values["layout"] = _edge_layout(model.num_layers, values["pp"], first, last)
-    if script.world_size and not explicit_dp:
-        ranks = values["tp"] * values["pp"]
-        if script.world_size % ranks == 0:
-            values["dp"] = script.world_size // ranks
-
-
-def _edge_layout(layers: int, pp: int, first: int | None, last: int | None) -> str:
-    """The layout that ``--decoder-first/last-pipeline-num-layers`` mean."""
-    inner = pp - (first is not None) - (last is not None)
-    rest = layers - (first or 0) - (last or 0)
-    if inner < 0 or rest < 0 or (inner == 0 and rest) or (inner and rest % inner):
-        flag = "first" if first is not None else "last"
-        raise ConfigError(
-            f"--decoder-{flag}-pipeline-num-layers {first if first is not None else last} leaves {rest} "
-            f"layers for {inner} stages; leave it out for an even split"
-        )
-    counts = [rest // inner if inner else 0] * inner
-    counts = ([first] if first is not None else []) + counts + ([last] if last is not None else [])
-    return "E" + "|".join(f"t*{count}" if count else "" for count in counts) + "L"
 
 
 def _job(values: Mapping[str, Any], model: Model, *, check_split: bool) -> Job:

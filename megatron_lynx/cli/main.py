@@ -22,12 +22,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("megatron_lynx.cli.simulate", "run a plan's timeline; write a trace for Perfetto"),
     "report": ("megatron_lynx.cli.measured", "what a run did: planned beside measured"),
     "reproduce": ("megatron_lynx.cli.reproduce", "two papers' tables computed again: docs/reproduction.md"),
+    "capture": (
+        "megatron_lynx.cli.capture",
+        "what a launch script would start, with stand-ins for launchers",
+    ),
     "run": ("megatron_lynx.cli.run", "an unmodified Megatron script, with --recompute-method lynx"),
     "profile": ("megatron_lynx.cli.profile", "measure layer, ends and links on the ranks that will train"),
     "bench": ("megatron_lynx.cli.bench", "measured: Megatron's own recomputation and lynx, on a real link"),
     "args": ("megatron_lynx.cli.args", "the Megatron flags of a job, for launch scripts"),
 }
 """Command name -> (module, one line of help)."""
+
+PLANNING = frozenset({"plan", "compare", "explain", "simulate", "args"})
+"""Commands after which ``-- COMMAND`` is the command line of the job to plan."""
 
 EXIT_USER_ERROR = 2
 
@@ -60,8 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if not word.startswith("-")), None)
     parser = build_parser(command)
+    command_line = None
+    if command in PLANNING and "--" in words:
+        at = words.index("--")
+        words, command_line = words[:at], words[at + 1 :]
     try:
         args, unknown = parser.parse_known_args(words)
+        args.command_line = command_line
         if args.command is None:
             parser.print_help()
             return EXIT_USER_ERROR

@@ -1,19 +1,20 @@
-"""``--from-args FILE``: the job that a Megatron launch script or argument list describes.
+"""The job that Megatron's flags describe, wherever they were found (``launch.sources``).
 
-Each flag is honoured (it becomes a field of the job), refused (the job is of a kind that lynx does
-not plan) or ignored (it changes no plan); the ignored ones are named. Flags and defaults are those
-of Megatron's ``training/arguments.py``.
+Each flag is planned (it becomes a field of the job), refused (the job is of a kind that lynx does not
+plan), named as left out of the figures, or without effect on a plan (``megatron_flags``). Flags and
+defaults are those of Megatron's ``training/arguments.py``.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from megatron_lynx.cli.shell import Script, read_script, words_of
+from megatron_lynx.cli import megatron_flags
+from megatron_lynx.cli.launch.sources import Source, from_command, from_file
+from megatron_lynx.cli.launch.stand_in import UNKNOWN
+from megatron_lynx.cli.launch.words import split, world_size
 from megatron_lynx.errors import ConfigError
 
 _INT = {
@@ -25,6 +26,8 @@ _INT = {
     "max-position-embeddings": "max_position_embeddings",
     "vocab-size": "vocab_size",
     "padded-vocab-size": "vocab_size",
+    "pad-vocab-size-to": "vocab_size",
+    "extra-vocab-size": "extra_vocabulary",
     "num-query-groups": "num_query_groups",
     "tensor-model-parallel-size": "tp",
     "pipeline-model-parallel-size": "pp",
@@ -57,89 +60,138 @@ _SWITCH: Mapping[str, tuple[str, Any]] = {
     "group-query-attention": ("group_query_attention", True),
     "bf16": ("dtype_bytes", 2),
     "fp16": ("dtype_bytes", 2),
+    "squared-relu": ("squared_relu", True),
+    "apply-query-key-layer-scaling": ("attention_softmax_in_fp32", True),
+    "account-for-embedding-in-pipeline-split": ("embedding_counts", True),
+    "account-for-loss-in-pipeline-split": ("loss_counts", True),
+    "no-create-attention-mask-in-dataloader": ("mask_from_data", False),
 }
-_REFUSED: Mapping[str, str] = {
-    "num-experts": "a mixture of experts is not planned; leave it out for a dense model",
-    "multi-latent-attention": "multi-latent attention is not planned; leave it out",
-    "fp8-format": "fp8 is not planned; --bf16 works",
-    "fp8": "fp8 is not planned; --bf16 works",
-    "fp4-format": "fp4 is not planned; --bf16 works",
-    "mtp-num-layers": "multi-token prediction is not planned; leave it out",
-    "squared-relu": "squared ReLU is not planned; --swiglu works, or GELU without a flag",
-    "quick-geglu": "quick GEGLU is not planned; --swiglu works, or GELU without a flag",
-    "hybrid-layer-pattern": "a hybrid model is not planned; --num-layers works",
-    "use-megatron-fsdp": "FSDP is not planned; --use-distributed-optimizer works",
-    "use-torch-fsdp2": "FSDP is not planned; --use-distributed-optimizer works",
-}
+_RECOMPUTE = (
+    *("recompute-method", "recompute-num-layers", "recompute-modules", "recompute-activations"),
+    *("checkpoint-activations", "activations-checkpoint-method"),
+)
+_READ = frozenset(
+    {
+        *_RECOMPUTE,
+        *(
+            "use-flash-attn",
+            "attention-backend",
+            "transformer-impl",
+            "tokenizer-type",
+            "patch-tokenizer-type",
+        ),
+        *("yaml-cfg", "use-checkpoint-args", "accumulate-allreduce-grads-in-fp32"),
+    }
+)
+"""Flags that are read beside others, or ask for what is assumed anyway (gradients in fp32)."""
+
+PLANNED = frozenset({*_INT, *_FLOAT, *_TEXT, *_SWITCH, *_READ})
+"""Every flag that becomes a field of the job, or is one of the methods that are compared."""
+
+_ROTARY = frozenset({"rope", "mrope", "yarn"})
+_POSITIONS = frozenset({"learned_absolute", *_ROTARY})
 _VOCABULARY = {
     "GPT2BPETokenizer": 50257,
     "Llama2Tokenizer": 32000,
     "GPTSentencePieceTokenizer": 32000,
+    "LLama3Tokenizer": 128000,
 }
-_LAUNCHER = frozenset(
-    {
-        *("nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "node-rank"),
-        *("master_addr", "master-addr", "master_port", "master-port"),
-        *("rdzv_id", "rdzv-id", "rdzv_backend", "rdzv-backend", "rdzv_endpoint", "rdzv-endpoint"),
-    }
-)
 
 
 @dataclass(slots=True, kw_only=True)
 class MegatronArgs:
-    """What a script says.
+    """What a launch says.
 
-    ``values`` are fields of the job by name; ``world_size`` is that of the launcher, if it says;
-    ``ignored`` the flags that change no plan; ``notes`` what was assumed.
+    ``values`` are fields of the job by name. ``world_size`` is None where nothing says how many ranks
+    start, and ``world_reason`` says why. ``refused`` are reasons why the job is not planned, ``unmodelled``
+    flags that change what the figures leave out, ``unknown`` flags that the tested Megatron does not have,
+    ``ignored`` flags that change no plan; ``notes`` what was assumed.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     world_size: int | None = None
+    world_reason: str = ""
+    context_parallel: int = 1
+    refused: tuple[str, ...] = ()
+    unmodelled: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def check(self) -> None:
+        """Refuse what is not planned.
 
-def read_args(path: str, environment: Mapping[str, str] | None = None) -> MegatronArgs:
-    """Read a launch script or an argument list.
+        Raises:
+            ConfigError: with the first reason, and the flags of the others.
+        """
+        if self.refused:
+            others = ", ".join(reason.split(":")[0] for reason in self.refused[1:])
+            raise ConfigError(self.refused[0] + (f" (also refused: {others})" if others else ""))
+
+    def all_notes(self) -> list[str]:
+        """Lines for people: what was assumed, left out, unknown, ignored."""
+        found = [*self.notes]
+        if self.unmodelled:
+            found.append("not in the figures: " + "; ".join(self.unmodelled))
+        if self.unknown:
+            found.append(
+                "not known to Megatron-Core 0.19, taken to change no plan: " + " ".join(self.unknown)
+            )
+        if self.ignored:
+            found.append("flags that change no plan: " + " ".join(self.ignored))
+        return found
+
+
+def read_args(path: str, number: int | None = None, ignore: Collection[str] = ()) -> MegatronArgs:
+    """Read ``--from-args FILE``: a script, a list, YAML, a checkpoint, or what was captured.
+
+    ``number`` chooses one of several launches; flags in ``ignore`` are read as if they were not there.
 
     Raises:
-        ConfigError: unreadable, without Megatron flags, with a flag whose value does not work, or
-            of a kind of job that lynx does not plan.
+        ConfigError: unreadable, nothing that trains, or a flag whose value does not work.
     """
-    try:
-        text = Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--from-args {path!r} cannot be read ({error}); a launch script works") from error
-    script = read_script(text, os.environ if environment is None else environment)
-    return parse_words(_pick(script, path), path, unset=script.unset)
+    return parse_source(from_file(path, number, _worth_saving), ignore)
 
 
-def _pick(script: Script, path: str) -> list[str]:
-    """The words of the statement that trains: the last one with the most flags that are known.
+def read_command(
+    words: Sequence[str], number: int | None = None, ignore: Collection[str] = ()
+) -> MegatronArgs:
+    """Read the command line after ``--``; errors as for ``read_args``."""
+    return parse_source(from_command(words, number), ignore)
 
-    Statements that begin with a flag belong together: a bare list of arguments.
+
+def _worth_saving(flag: str) -> bool:
+    """Whether a flag that a checkpoint saved decides a plan."""
+    return flag in PLANNED or flag in megatron_flags.REFUSED
+
+
+def parse_source(source: Source, ignore: Collection[str] = ()) -> MegatronArgs:
+    """Read the words of a launch."""
+    launcher, words = split(source.launch.argv)
+    found = parse_words(words, source.unset, ignore)
+    found.notes = (*source.notes, *found.notes)
+    found.world_size, found.world_reason = world_size(source.launch)
+    if not launcher:
+        found.world_reason = "a list of arguments does not say how many ranks start"
+    elif found.world_reason.endswith("has no value") and source.unset:
+        found.world_reason += f" (unset in the script: {', '.join(source.unset)})"
+    return found
+
+
+def parse_words(
+    words: Sequence[str], unset: Collection[str] = (), ignore: Collection[str] = ()
+) -> MegatronArgs:
+    """Sort Megatron's flags in ``words``.
+
+    Raises:
+        ConfigError: a flag has no value, or one that does not work.
     """
-    known = {*_INT, *_FLOAT, *_TEXT, *_SWITCH}
-    bare = [word for command in script.commands if command[0].startswith("-") for word in command]
-    candidates = [words_of(command) for command in script.commands if not command[0].startswith("-")]
-    candidates.append(bare)
-
-    def score(words: Sequence[str]) -> int:
-        return sum(word.removeprefix("--").split("=")[0] in known for word in words if word[:2] == "--")
-
-    best = max(reversed(candidates), key=score)
-    if score(best) == 0:
-        raise ConfigError(
-            f"--from-args {path!r} holds no flag of Megatron; a script with --num-layers 24 does"
-        )
-    return best
-
-
-def parse_words(words: Sequence[str], path: str, unset: set[str] | None = None) -> MegatronArgs:
-    """Sort the flags in ``words`` into honoured, refused and ignored ones."""
     flags = _flags(words)
     found = MegatronArgs()
-    values, ignored = found.values, []
+    values = found.values
+    dropped = [name for name in flags if name in ignore]
+    for name in dropped:
+        del flags[name]
     for name, given in flags.items():
         if name in _INT:
             values[_INT[name]] = _one(name, given, int, "24", unset)
@@ -150,26 +202,52 @@ def parse_words(words: Sequence[str], path: str, unset: set[str] | None = None) 
         elif name in _SWITCH:
             key, value = _SWITCH[name]
             values[key] = value
-        elif name in _REFUSED:
-            raise ConfigError(f"--{name} {' '.join(given)}: {_REFUSED[name]}")
-        elif name == "context-parallel-size":
-            if _one(name, given, int, "1", unset) > 1:
-                raise ConfigError(f"--{name} {given[0]} is not planned; --{name} 1 works")
-        elif name not in _LAUNCHER and name not in _ATTENTION_FLAGS and name != "tokenizer-type":
-            ignored.append(f"--{name}")
-    found.world_size = _world_size(flags)
-    found.ignored = tuple(ignored)
-    found.notes = _complete(values, flags)
+        elif name not in _READ:
+            _sort(name, given, flags, found, set(dropped))
+    if "context-parallel-size" in flags:
+        found.context_parallel = _one(
+            "context-parallel-size", flags["context-parallel-size"], int, "1", unset
+        )
+    found.notes = tuple(_complete(values, flags, found))
+    if dropped:
+        found.notes += ("planned as if these were not there: " + " ".join(f"--{name}" for name in dropped),)
     return found
 
 
+def _sort(
+    name: str, given: Sequence[str], flags: Mapping[str, list[str]], found: MegatronArgs, dropped: set[str]
+) -> None:
+    """Put a flag that is not planned where it belongs."""
+    said = " ".join((f"--{name}", *given))
+    table, row = next(iter(megatron_flags.places(name)), ("unknown", ""))
+    harmless = bool(given) and given[0] in megatron_flags.HARMLESS.get(name, ())
+    main = megatron_flags.COMPANIONS.get(row, "")
+    if table == "refused" and not harmless:
+        reason = megatron_flags.REFUSED[row].replace("{flag}", name)
+        found.refused += (f"{said}: {reason}",)
+    elif table == "unmodelled" and not harmless:
+        found.unmodelled += (f"{said} ({megatron_flags.UNMODELLED[row]})",)
+    elif table == "unknown":
+        found.unknown += (f"--{name}",)
+    elif table != "companion" or (main not in flags and main not in dropped):
+        found.ignored += (f"--{name}",)
+
+
 def _flags(words: Sequence[str]) -> dict[str, list[str]]:
-    """Flag name -> the words up to the next flag; the last occurrence counts."""
+    """Flag name -> the words up to the next flag; the last occurrence counts.
+
+    Raises:
+        ConfigError: a flag and its value are one word, which no parser would take.
+    """
     flags: dict[str, list[str]] = {}
     current: list[str] = []
     for word in words:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
+            if len(name.split()) > 1:
+                raise ConfigError(
+                    f"{word!r} is one word, which Megatron would refuse; {word} without quotes works"
+                )
             current = [value] if equals else []
             flags[name] = current
         else:
@@ -178,36 +256,24 @@ def _flags(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _one(
-    name: str, given: Sequence[str], read: Callable[[str], Any], example: str, unset: set[str] | None
+    name: str, given: Sequence[str], read: Callable[[str], Any], example: str, unset: Collection[str]
 ) -> Any:
     """The single value of a flag."""
     if not given:
         why = f" (unset in the script: {', '.join(sorted(unset))})" if unset else ""
         raise ConfigError(f"--{name} has no value{why}; --{name} {example} works")
+    if UNKNOWN in given[0]:
+        raise ConfigError(
+            f"--{name} comes from a program that was not run; `lynx capture` runs it, and --{name} {example} "
+            "beside --from-args sets it"
+        )
     try:
         return read(given[0])
     except ValueError as error:
         raise ConfigError(f"--{name} {given[0]!r} is not a number; --{name} {example} works") from error
 
 
-def _world_size(flags: Mapping[str, list[str]]) -> int | None:
-    """Processes that the launcher starts, where it says so in numbers."""
-    sizes = []
-    for name in ("nproc_per_node", "nproc-per-node", "nnodes"):
-        word = (flags.get(name) or [""])[0].split(":")[-1]
-        if word.isdigit():
-            sizes.append(int(word))
-        elif name in flags:
-            return None
-    if not any(name.startswith("nproc") for name in flags):
-        return None
-    return sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
-
-
-_ATTENTION_FLAGS = ("use-flash-attn", "attention-backend", "transformer-impl")
-
-
-def _complete(values: dict[str, Any], flags: Mapping[str, list[str]]) -> tuple[str, ...]:
+def _complete(values: dict[str, Any], flags: Mapping[str, list[str]], found: MegatronArgs) -> list[str]:
     """Fill in what Megatron derives or defaults to; returns what had to be assumed."""
     notes = []
     if not values.pop("group_query_attention", False):
@@ -217,15 +283,45 @@ def _complete(values: dict[str, Any], flags: Mapping[str, list[str]]) -> tuple[s
     unfused = {key: values.pop(key, False) for key in ("no_swiglu_fusion", "no_gelu_fusion")}
     if unfused["no_swiglu_fusion" if values.get("swiglu") else "no_gelu_fusion"]:
         values["fused_activation"] = False
+    if values.pop("squared_relu", False):
+        notes.append("--squared-relu is planned as GELU, which saves as much")
     values.setdefault("dtype_bytes", 4)
+    values.setdefault("mask_from_data", True)
+    position = values.get("position_embedding_type", "learned_absolute")
+    if position in _ROTARY:
+        values["position_embedding_type"] = "rope"
+    elif position not in _POSITIONS:
+        del values["position_embedding_type"]
+        found.refused += (
+            f"--position-embedding-type {position}: not planned; --ignore position-embedding-type plans "
+            "learned ones",
+        )
     backend = (flags.get("attention-backend") or ["auto"])[0]
     local = (flags.get("transformer-impl") or ["transformer_engine"])[0] == "local"
     values["attention"] = "unfused" if local or backend in ("unfused", "local") else "flash"
-    if "vocab_size" not in values:
-        kind = (flags.get("tokenizer-type") or ["an unnamed tokenizer"])[0]
-        values["vocab_size"] = _VOCABULARY.get(kind, 51200)
-        notes.append(f"vocabulary of {kind} taken as {values['vocab_size']}; --vocab-size sets it")
+    notes += _vocabulary(values, flags)
+    notes += _recomputation(values, flags)
+    if "use-checkpoint-args" in flags and "num_layers" not in values:
+        found.refused += (
+            "--use-checkpoint-args: the shape is in a checkpoint; --from-args CHECKPOINT reads it",
+        )
+    return notes
+
+
+def _vocabulary(values: dict[str, Any], flags: Mapping[str, list[str]]) -> list[str]:
+    extra = values.pop("extra_vocabulary", 0)
+    if "vocab_size" in values:
+        return []
+    kinds = flags.get("patch-tokenizer-type") or flags.get("tokenizer-type")
+    kind = (kinds or ["an unnamed tokenizer"])[0]
+    values["vocab_size"] = _VOCABULARY.get(kind, 51200) + extra
+    return [f"vocabulary of {kind} taken as {values['vocab_size']}; --vocab-size sets it"]
+
+
+def _recomputation(values: dict[str, Any], flags: Mapping[str, list[str]]) -> list[str]:
+    """What the job recomputes today: one of the rows of a comparison."""
     granularity = values.pop("recompute_granularity", None)
-    if granularity:
-        notes.append(f"--recompute-granularity {granularity} is one of the methods that are compared")
-    return tuple(notes)
+    words = [f"--recompute-granularity {granularity}"] if granularity else []
+    for name in _RECOMPUTE:
+        words += [" ".join((f"--{name}", *flags[name]))] if name in flags else []
+    return [f"{' '.join(words)} is one of the methods that are compared"] if words else []

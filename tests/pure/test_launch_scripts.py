@@ -1,237 +1,285 @@
-"""Launch scripts that the ``lynx`` command reads: Megatron's flags in them, and the shell around them."""
+"""Launch scripts: bash reads them with stand-ins; nothing is started, written or misread in silence."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_lynx.cli.megatron_args import MegatronArgs, parse_words, read_args
-from megatron_lynx.cli.shell import read_script, words_of
+from megatron_lynx.cli.launch import restrict
+from megatron_lynx.cli.launch.capturing import capture
+from megatron_lynx.cli.megatron_args import MegatronArgs, read_args, read_command
 from megatron_lynx.errors import ConfigError
 from tests.support.command import Captured, lynx
 
-SCRIPT = r"""#!/bin/bash
-#SBATCH --nodes=2
-# Trains a model  --num-layers 99
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-GPUS_PER_NODE=${GPUS_PER_NODE:-8}
-NUM_NODES=2
-WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
-TP=4; PP="2"
-MODEL_SIZE=$1
-CHECKPOINT_PATH=$2 #<Specify path>
-if [ -z "$MODEL_SIZE" ]; then
-    MODEL_SIZE=small
-fi
+MODEL = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024"
+BATCH = "--micro-batch-size 2 --global-batch-size 64 --vocab-size 32000 --bf16"
+TRAIN = f"torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py {MODEL} {BATCH}"
 
-DISTRIBUTED_ARGS=(
-    --nproc_per_node $GPUS_PER_NODE
-    --nnodes $NUM_NODES
-    --master_addr ${MASTER_ADDR:-localhost}
-)
-
-GPT_MODEL_ARGS=(
-    --num-layers 24   # a comment inside
-    --hidden-size 2048
-    --num-attention-heads 16
-    --group-query-attention
-    --num-query-groups 8
-    --seq-length 1024
-    --max-position-embeddings 1024
-    --attention-backend auto
-    --swiglu --disable-bias-linear
-    --normalization "RMSNorm"
-    --position-embedding-type 'rope'
-    --untie-embeddings-and-output-weights
-)
-GPT_MODEL_ARGS+=( --hidden-dropout 0.0 --attention-dropout 0 )
-
-TRAINING_ARGS=" --micro-batch-size 2 \
-    --global-batch-size $((2 * 4 * WORLD_SIZE)) \
-    --lr 6.0e-5 --bf16 --clip-grad 1.0"
-
-torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \
-    "${GPT_MODEL_ARGS[@]}" \
-    ${TRAINING_ARGS} \
-    --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size $PP \
-    --num-layers-per-virtual-pipeline-stage 3 \
-    --sequence-parallel --use-distributed-optimizer \
-    --tokenizer-type GPT2BPETokenizer --vocab-file $VOCAB_FILE \
-    --recompute-granularity selective --save "$CHECKPOINT_PATH" | tee log.txt
-"""
+LANDLOCK = restrict.version() >= 1
 
 
-def test_a_launch_script_is_read(capsys: Captured, tmp_path: Path) -> None:
-    file = tmp_path / "train.sh"
-    file.write_text(SCRIPT, "utf-8")
-    code, out, err = lynx(capsys, "plan", "--from-args", str(file), "--cluster", "h100-nvlink", "--json")
-    assert code == 0, err
-    data = json.loads(out)
-    model = data["model"]
-    assert (model["num_layers"], model["hidden_size"], model["num_query_groups"]) == (24, 2048, 8)
-    assert (model["swiglu"], model["add_bias_linear"], model["normalization"]) == (True, False, "RMSNorm")
-    assert (model["hidden_dropout"], model["attention_dropout"], model["dtype_bytes"]) == (0.0, 0.0, 2)
-    assert (model["position_embedding_type"], model["attention"]) == ("rope", "flash")
-    assert model["vocab_size"] == 50257
-    parallel = data["parallel"]
-    assert [parallel[name] for name in ("tp", "pp", "vpp", "dp")] == [4, 2, 4, 2]
-    assert parallel["sequence_parallel"]
-    assert parallel["distributed_optimizer"]
-    assert data["batch"]["global_batch_size"] == 128
-    assert "--lr" in err
-    assert "--clip-grad" in err
-    assert "--num-layers" not in err
-    assert "vocabulary of GPT2BPETokenizer taken as 50257" in err
-    assert "--recompute-granularity selective" in err
+def test_this_system_can_read_scripts() -> None:
+    assert LANDLOCK or sys.platform != "linux", "scripts are read under Landlock; this kernel has none"
 
 
-def test_flags_beside_a_script_win(capsys: Captured, tmp_path: Path) -> None:
-    file = tmp_path / "train.sh"
-    file.write_text(SCRIPT, "utf-8")
-    words = ("--from-args", str(file), "--vpp", "1", "--num-layers", "8", "--cluster", "h100-nvlink")
-    code, out, err = lynx(capsys, "plan", *words, "--vocab-size", "32000", "--json")
-    assert code == 0, err
-    data = json.loads(out)
-    assert (data["model"]["num_layers"], data["model"]["vocab_size"]) == (8, 32000)
+def script(folder: Path, text: str, name: str = "train.sh") -> str:
+    file = folder / name
+    file.write_bytes(text.encode("utf-8"))
+    return str(file)
 
 
-def read(text: str, tmp_path: Path, **environment: str) -> MegatronArgs:
-    file = tmp_path / "args.txt"
-    file.write_text(text, "utf-8")
-    return read_args(str(file), environment)
+def read(folder: Path, text: str, **named: Any) -> MegatronArgs:
+    return read_args(script(folder, text), **named)
 
 
-def test_a_bare_list_of_arguments(tmp_path: Path) -> None:
-    found = read(
-        "--num-layers=12\n--hidden-size 768 --num-attention-heads 12\n--fp16\n--log-interval 5\n", tmp_path
-    )
-    assert found.values["num_layers"] == 12
-    assert found.values["hidden_size"] == 768
-    assert found.values["dtype_bytes"] == 2
-    assert found.ignored == ("--log-interval",)
-    assert found.world_size is None
+CONSTRUCTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "an if and an elif: one branch alone runs": (
+        "SIZE=b\nif [ $SIZE = a ]; then TP=1; L=24\nelif [ $SIZE = b ]; then TP=2; L=30\n"
+        f"else TP=8; L=128; fi\n{TRAIN} --num-layers $L --tensor-model-parallel-size $TP\n",
+        {"tp": 2, "num_layers": 30},
+    ),
+    "a case": (
+        f"case ${{S:-b}} in a) T=1;; b) T=4;; *) T=8;; esac\n{TRAIN} --tensor-model-parallel-size $T\n",
+        {"tp": 4},
+    ),
+    "a for": (
+        "A=()\nfor flag in --swiglu --disable-bias-linear; do A+=($flag); done\n" + TRAIN + ' "${A[@]}"\n',
+        {"swiglu": True, "add_bias_linear": False},
+    ),
+    "[ ... ] && ARGS+=": (
+        f'ARGS=""\n[ 1 = 1 ] && ARGS+=" --swiglu"\n[ 1 = 2 ] && ARGS+=" --num-layers 99"\n{TRAIN} $ARGS\n',
+        {"swiglu": True, "num_layers": 24},
+    ),
+    "a commented line that ends in a backslash": (
+        f"TP=2\n# {TRAIN} --num-layers 99 \\\n{TRAIN} --tensor-model-parallel-size $TP\n",
+        {"num_layers": 24, "tp": 2},
+    ),
+    "nested defaults": (f"{TRAIN} --tensor-model-parallel-size ${{NOT_SET:-${{NOR_THIS:-8}}}}\n", {"tp": 8}),
+    "sums": (f"N=4\n{TRAIN} --global-batch-size $((N * (3 + 5)))\n", {"global_batch_size": 32}),
+    "a second command after training": (
+        f"{TRAIN}\npython tools/convert.py --target-tensor-parallel-size 1 --num-layers 3\n",
+        {"num_layers": 24},
+    ),
+    "a command in a string, by eval": (
+        f'options=" \\\n --swiglu "\ncmd="{TRAIN} ${{options}}"\necho $cmd\neval $cmd\n',
+        {"swiglu": True},
+    ),
+    "srun of a string, tasks from #SBATCH": (
+        "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8  # a GPU each\nset -e\n"
+        f'CMD="python -u /code/pretrain_gpt.py {MODEL} {BATCH}"\nsrun -l --output=log sh -c "${{CMD}}"\n',
+        {"world_size": 32},
+    ),
+    "torchrun on each node of #SBATCH": (
+        "#SBATCH --nodes 3\n#SBATCH --ntasks-per-node 1\n#SBATCH --gpus-per-node 8\n"
+        "A=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)\n"
+        "srun bash -c \"torchrun --nnodes $SLURM_NNODES --nproc-per-node $SLURM_GPUS_PER_NODE "
+        f'--rdzv-endpoint $A:29500 pretrain_gpt.py {MODEL} {BATCH}"\n',
+        {"world_size": 24},
+    ),
+    "python -m torch.distributed.launch": (
+        f"python3 -m torch.distributed.launch --nproc_per_node=4 p.py {MODEL} {BATCH}\n",
+        {"world_size": 4},
+    ),
+    "a launcher by its path, after PATH has changed": (
+        f"export PATH=/usr/bin:$PATH\n/opt/conda/bin/{TRAIN}\n",
+        {"world_size": 16},
+    ),
+    "output to a file, in the background, in a pipe": (
+        f"mkdir -p /tmp/lynx-no/such\n{TRAIN} > /lynx-none/log 2>&1 &\nwait\n",
+        {"world_size": 16},
+    ),
+    "what is missing here": (
+        f"set -e\nsource /none/env.sh\ncd /none/code\nmodule load cuda\n{TRAIN} | tee log.txt\n",
+        {"world_size": 16},
+    ),
+    "a heredoc": (
+        "set -u\ncat > /none/config.json <<EOT\n{ \"a\": 1 } --num-layers 99 > b\nEOT\n" + TRAIN + "\n",
+        {"num_layers": 24},
+    ),
+    "mpirun": (f"mpirun -np 8 -x PATH python pretrain_gpt.py {MODEL} {BATCH}\n", {"world_size": 8}),
+    "docker": (f"docker run --gpus all -v /a:/b image:tag bash -c '{TRAIN}'\n", {"world_size": 16}),
+}  # fmt: skip
 
 
-def test_a_command_inside_a_string(tmp_path: Path) -> None:
-    text = (
-        'options=" \\\n --num-layers 12 \\\n --hidden-size ${H} --num-attention-heads 12"\n'
-        'run_cmd="python -u pretrain_gpt.py ${options} --micro-batch-size 1"\n'
-        'srun -l --output=log sh -c "${run_cmd}"\n'
-    )
-    found = read(text, tmp_path, H="768")
-    assert (found.values["num_layers"], found.values["hidden_size"]) == (12, 768)
-    assert found.values["micro_batch_size"] == 1
+@pytest.mark.parametrize("name", CONSTRUCTS)
+def test_bash_reads_bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, expected = CONSTRUCTS[name]
+    found = read(tmp_path, f"#!/bin/bash\n{text}")
+    known = {**found.values, "world_size": found.world_size}
+    assert {key: known[key] for key in expected} == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.sh"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "values"),
-    [
-        ("--transformer-impl local", {"attention": "unfused"}),
-        ("--attention-backend unfused", {"attention": "unfused"}),
-        ("--attention-backend flash", {"attention": "flash"}),
-        ("--no-bias-gelu-fusion", {"fused_activation": False}),
-        ("--swiglu --no-bias-swiglu-fusion", {"fused_activation": False, "swiglu": True}),
-        ("--use-rotary-position-embeddings", {"position_embedding_type": "rope"}),
-        ("--group-query-attention", {"num_query_groups": 1}),
-        ("--bf16", {"dtype_bytes": 2}),
-        ("", {"dtype_bytes": 4}),
-        ("--vocab-size 1000", {"vocab_size": 1000}),
-        ("--pipeline-model-parallel-layout Et|tL", {"layout": "Et|tL"}),
-    ],
-)
-def test_flags_become_fields(flags: str, values: dict[str, Any]) -> None:
-    found = parse_words(["--num-layers", "2", *flags.split()], "args")
-    assert {key: found.values[key] for key in values} == values
+def test_files_that_a_script_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path, "TP=4\nPP=<your pipeline size>\n", "config.sh")
+    script(tmp_path, "--swiglu --disable-bias-linear\n", "more.txt")
+    script(tmp_path, f"{TRAIN} --tensor-model-parallel-size $TP $(cat more.txt) $1 --save $PP\n", "inner.sh")
+    found = read(tmp_path, "source config.sh\nexport TP PP\n./inner.sh --normalization=RMSNorm\n")
+    assert (found.values["tp"], found.values["swiglu"]) == (4, True)
+    assert found.values["normalization"] == "RMSNorm"
+    assert any("placeholders in config.sh" in note for note in found.notes)
 
 
-def test_query_groups_count_only_with_grouped_attention() -> None:
-    assert "num_query_groups" not in parse_words(["--num-query-groups", "8"], "args").values
+def test_arguments_of_the_script(tmp_path: Path) -> None:
+    file = script(tmp_path, f"[ $1 = 7B ] && L=32\n{TRAIN} --num-layers $L --save ${{2}}\n")
+    assert read_command(["bash", file, "7B", "out"]).values["num_layers"] == 32
+    with pytest.raises(ConfigError, match=r"--num-layers has no value \(unset in the script: 1"):
+        read_command(["bash", file])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--num-experts 8", "--num-experts 8: .* dense model"),
-        ("--fp8-format hybrid", "--fp8-format hybrid: .* --bf16 works"),
-        ("--context-parallel-size 2", "--context-parallel-size 2 .* 1 works"),
-        ("--multi-latent-attention", "latent attention"),
-        ("--num-layers many", "--num-layers 'many' is not a number; --num-layers 24 works"),
-        ("--num-layers --hidden-size 3", "--num-layers has no value"),
-    ],
-)
-def test_what_is_not_planned_is_refused(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_words(flags.split(), "args")
-
-
-def test_an_unset_variable_is_named(tmp_path: Path) -> None:
+def test_an_unset_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"{TRAIN} --num-layers $LAYERS --lr 1\n"
     with pytest.raises(ConfigError, match=r"--num-layers has no value \(unset in the script: LAYERS\)"):
-        read("python pretrain_gpt.py --num-layers $LAYERS --hidden-size 64\n", tmp_path)
-    assert read("python p.py --num-layers $LAYERS\n", tmp_path, LAYERS="6").values["num_layers"] == 6
+        read(tmp_path, text)
+    monkeypatch.setenv("LAYERS", "6")
+    assert read(tmp_path, text).values["num_layers"] == 6
 
 
-def test_a_file_without_flags_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no flag of Megatron"):
-        read("echo hello\n", tmp_path)
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_args(str(tmp_path / "bytes"))
+def test_nothing_is_started_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("whole", "utf-8")
+    text = (
+        f"rm -rf {victim}\n/bin/rm -f {victim}\n(echo x) > {victim}\necho y >> {victim}\n"
+        f"{{ echo z; }} > {tmp_path}/new\n: > {victim}\nmkdir {tmp_path}/folder\n"
+        f'python -c \'open("{tmp_path}/py", "w")\'\nfind {tmp_path} -name victim -delete\n'
+        f"sed -i s/w/v/ {victim}\nexec 3> {victim}\nkill -9 {os.getpid()}\n{TRAIN}\n"
+    )
+    found = read(tmp_path, text)
+    assert found.world_size == 16
+    assert victim.read_text("utf-8") == "whole"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.sh", "victim"]
+    passed = next(note for note in found.notes if "passed over" in note)
+    assert "rm" in passed
+    assert "python" in passed
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "what a program says": (
+        f"N=$(nvidia-smi -L | wc -l)\nL=$(my-tool layers)\n{TRAIN} --num-layers $L\n",
+        "--num-layers comes from a program that was not run",
+    ),
+    "nothing that trains": ("echo hello\n", "started nothing .*its last words: hello"),
+    "a script that gives up": ("echo no data found\nexit 3\n", "ended with code 3; its last words: no data"),
+    "only a conversion": ("python convert.py --num-layers 3\n", "nothing|no flag"),
+    "bad shell": (f"if true; then\n{TRAIN}\n", "syntax error"),
+    "Windows line ends": (f"TP=2\r\n{TRAIN}\r\n", "Windows line ends"),
+    "two trainings": (f"for l in 2 4; do {TRAIN} --num-layers $l; done\n", "starts 2 different trainings"),
+    "two words in one": (f'A=("--lr 3")\n{TRAIN} "${{A[@]}}"\n', "'--lr 3' is one word"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
+    text, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, text)
+
+
+def test_one_of_several_trainings(tmp_path: Path) -> None:
+    text = f"for l in 2 4; do {TRAIN} --num-layers $l; done\n"
+    assert read(tmp_path, text, number=2).values["num_layers"] == 4
+    with pytest.raises(ConfigError, match=r"--launch 3: .* starts 2 trainings"):
+        read(tmp_path, text, number=3)
+
+
+def test_node_ranks_are_one_training(tmp_path: Path) -> None:
+    text = f"for r in 0 1; do {TRAIN.replace('--nnodes 2', '--nnodes 2 --node_rank $r')} & done; wait\n"
+    assert read(tmp_path, text).world_size == 16
 
 
 @pytest.mark.parametrize(
-    ("flags", "layout"),
+    ("launcher", "reason"),
     [
-        ("--decoder-first-pipeline-num-layers 1", "Et*1|t*3|t*4L"),
-        ("--decoder-last-pipeline-num-layers 2", "Et*3|t*3|t*2L"),
+        ("torchrun --nproc_per_node $GPUS --nnodes 2", "--nproc-per-node has no value .*GPUS"),
+        ("torchrun --nproc-per-node auto", "--nproc-per-node is 'auto'"),
+        ("torchrun --nproc-per-node 8 --nnodes $SLURM_NNODES", "--nnodes has no value .*SLURM_NNODES"),
+        ("python", "no launcher says"),
+        ("srun python", "srun's --nodes"),
+        ("deepspeed", "--num_gpus is not given"),
     ],
 )
-def test_uneven_ends_become_a_layout(capsys: Captured, tmp_path: Path, flags: str, layout: str) -> None:
-    file = tmp_path / "args.txt"
-    layers = "7" if "first" in flags else "8"
-    shape = f"--num-layers {layers} --hidden-size 512 --num-attention-heads 8 --vocab-size 1024 --bf16"
-    file.write_text(f"{shape} --seq-length 512 --pipeline-model-parallel-size 3 {flags}\n", "utf-8")
-    words = ("plan", "--from-args", str(file), "--json")
-    code, out, err = lynx(capsys, *words)
-    if layout.endswith("t*4L"):
-        layout = "Et*1|t*3|t*3L"
+def test_an_unknown_number_of_ranks_is_refused(
+    capsys: Captured, tmp_path: Path, launcher: str, reason: str
+) -> None:
+    file = script(tmp_path, f"{launcher} pretrain_gpt.py {MODEL} {BATCH}\n")
+    assert read_args(file).world_size is None
+    code, _, err = lynx(capsys, "plan", "--from-args", file)
+    assert code == 2
+    assert "--world-size is not given" in err
+    assert re.search(reason, err), err
+    code, _, err = lynx(
+        capsys, "plan", "--from-args", file, "--world-size", "8", "--planner", "none", "--json"
+    )
     assert code == 0, err
-    assert json.loads(out)["rows"][0]["layout"] == layout
 
 
-# The shell
+def test_a_command_line_is_planned_as_it_stands(capsys: Captured) -> None:
+    flags = f"{MODEL} {BATCH} --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2".split()
+    words = ["torchrun", "--nproc-per-node", "8", "-m", "megatron_lynx.pretrain_gpt", *flags]
+    code, out, err = lynx(capsys, "plan", "--planner", "none", "--json", "--", *words)
+    assert code == 0, err
+    data = json.loads(out)
+    assert [data["parallel"][name] for name in ("tp", "pp", "dp")] == [4, 2, 1]
+    wrapped = ["env", "A=1", "srun", "-N", "2", "--ntasks-per-node", "8", "python", "p.py", *flags]
+    assert read_command(wrapped).world_size == 16
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("a b  c", ["a", "b", "c"]),
-        ("a 'b c' \"d e\" f\\ g", ["a", "b c", "d e", "f g"]),
-        ("X=3; a $X ${X} \"$X\" '$X' \\$X", ["a", "3", "3", "3", "$X", "$X"]),
-        ("X='1 2'; a $X \"$X\"", ["a", "1", "2", "1 2"]),
-        ("X=(1 '2 3'); a ${X[@]} \"${X[@]}\" ${X[1]}", ["a", "1", "2", "3", "1", "2 3", "2", "3"]),
-        ("X=(1); X+=(2); Y=a; Y+=b; a ${X[*]} $Y", ["a", "1", "2", "ab"]),
-        ("a ${U:-x} ${U-y} ${U:+z}", ["a", "x", "y"]),
-        ("N=4; a $((N * 2 + 1)) $(( (1+2)*3 - 10/2 % 3 )) $((-N))", ["a", "9", "7", "-4"]),
-        ("a $(date +%s) `x` b", ["a", "`x`", "b"]),
-        ("a b # c", ["a", "b"]),
-        ("a b#c", ["a", "b#c"]),
-        ("a \\\n  b", ["a", "b"]),
-        ("a \"\" b", ["a", "", "b"]),
-        ("if true; then a b; fi", ["a", "b"]),
-        ("export X=5 && a $X", ["a", "5"]),
-        ("X=5 a b", ["a", "b"]),
-        ("X=a$Y-c; a $X", ["a", "a-c"]),
-    ],
-)  # fmt: skip
-def test_the_shell_expands_as_a_shell(text: str, words: list[str]) -> None:
-    commands = [command for command in read_script(text).commands if command[0] == "a"]
-    assert commands == [words]
+def test_sequence_parallelism_is_cleared_without_tensor_parallelism(capsys: Captured, tmp_path: Path) -> None:
+    file = script(tmp_path, f"{TRAIN} --sequence-parallel --global-batch-size 64\n")
+    code, out, err = lynx(capsys, "plan", "--from-args", file, "--planner", "none", "--json")
+    assert code == 0, err
+    assert json.loads(out)["parallel"]["sequence_parallel"] is False
+    assert "--sequence-parallel is cleared, as Megatron does" in err
 
 
-def test_odd_scripts_do_not_crash() -> None:
-    for text in ("", "'unclosed", '"unclosed', "X=(", "${", "$((", "$((1/0))", ")", "a ${X[9]}", "\\"):
-        assert read_script(text).commands is not None
-    assert words_of(["sh", "-c", 'x --a "1']) == ["sh", "-c", "x", "--a", '"1']
+# The command `lynx capture`
+
+
+def test_capture_writes_what_from_args_reads(capsys: Captured, tmp_path: Path) -> None:
+    odd = f"{TRAIN} --save $'a\\nb \\xff' --wandb-exp-name 'x \"y\"'\n"
+    file, lines = (
+        script(tmp_path, f"touch {tmp_path}/ran\n{odd}python convert.py --num-layers 2\n"),
+        tmp_path / "l",
+    )
+    code, out, err = lynx(capsys, "capture", "--output", str(lines), "--", "bash", file)
+    assert (code, out) == (0, "")
+    assert "the rest of the script does run" in err
+    assert (tmp_path / "ran").exists()
+    assert "ranks 16" in err
+    argv = json.loads(lines.read_text("utf-8").splitlines()[0])["argv"]
+    assert "a\nb \udcff" in argv
+    assert 'x "y"' in argv
+    assert read_args(str(lines)).world_size == 16
+
+
+def test_a_dry_capture_refuses_side_effects(capsys: Captured, tmp_path: Path) -> None:
+    file = script(tmp_path, f"mkdir -p {tmp_path}/a\necho b > {tmp_path}/b\n{TRAIN}\n")
+    code, _, err = lynx(capsys, "capture", "--dry", "--", "bash", file)
+    assert code == 2
+    assert "--dry: the script has side effects: mkdir, writing echo b >" in err
+    code, out, err = lynx(capsys, "capture", "--dry", "--", "bash", script(tmp_path, f"{TRAIN}\n"))
+    assert code == 0, err
+    assert len(out.splitlines()) == 1
+
+
+def test_a_free_capture_starts_no_launcher_by_any_way(tmp_path: Path) -> None:
+    own = tmp_path / "bin"
+    own.mkdir()
+    for name in ("torchrun", "srun"):
+        (own / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n", "utf-8")
+        (own / name).chmod(0o755)
+    text = (
+        f"set -eu\nPATH={own}:$PATH\n{TRAIN}\nf() {{ {own}/{TRAIN}; }}\nf\nX=$({TRAIN})\n"
+        f"( cd /; {TRAIN} )\nexec srun -n 4 python pretrain_gpt.py {MODEL}\n"
+    )
+    found = capture(["bash", script(tmp_path, text)], restricted=False)
+    assert len(found.launches) == 5
+    assert not (tmp_path / "started").exists()
