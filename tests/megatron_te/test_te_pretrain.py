@@ -1,0 +1,66 @@
+"""Megatron's trainer on Transformer Engine layers over the CPU reference: stock, from its own flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support import te_reference
+from tests.support.launch import REPOSITORY, run_ranks
+
+TWO_RANKS = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+MODEL = (
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--swiglu"),
+    *("--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope"),
+    *("--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"),
+    *("--seq-length", "32", "--max-position-embeddings", "32", "--bf16", "--seed", "7"),
+    *("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "3", "--lr", "1e-3"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--eval-iters", "0"),
+    *("--use-distributed-optimizer", "--attention-backend", "fused"),
+)
+CPU = ("--distributed-backend", "gloo", "--no-gradient-accumulation-fusion")
+"""Without the flags that a CPU needs for local layers."""
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+
+
+def _losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "rank1.jsonl").read_text().splitlines()]
+
+
+def test_the_trainer_runs_and_its_full_recomputation_computes_the_same(tmp_path: Path) -> None:
+    common = [*MODEL, *CPU, *TWO_RANKS, "--data-cache-path", str(tmp_path / "cache")]
+    runs = {"none": common, "full": [*common, *FULL]}
+    payload = [(str(tmp_path / name), argv) for name, argv in runs.items()]
+    run_ranks(2, "tests.megatron_cpu.test_pretrain_entry:train", payload, te=True)
+    losses = _losses(tmp_path / "none")
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert _losses(tmp_path / "full") == losses
+
+
+def test_a_command_needs_nothing_but_its_environment() -> None:
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    one_thread = {"MEGATRON_LYNX_CPU": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            *launcher,
+            "-m",
+            "megatron_lynx.pretrain_gpt",
+            *MODEL,
+            *CPU,
+            "--log-interval",
+            "1",
+        ],
+        cwd=REPOSITORY,
+        env=os.environ | te_reference.environment() | one_thread,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "iteration        3/       3" in done.stdout
