@@ -15,7 +15,7 @@ from megatron_lynx.footprint import Footprint, footprint, step_ns
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.hardware import Cluster
 from megatron_lynx.layers import kind_of, layer_graph
-from megatron_lynx.schedule import actions, in_flight
+from megatron_lynx.schedule import check_microbatches, in_flight
 from megatron_lynx.spec import Batch, Model, Parallel, check_job
 from megatron_lynx.units import format_bytes
 
@@ -134,7 +134,7 @@ def make_job(
         layout=layout,
         cluster=cluster,
     )
-    actions(parallel, job.microbatches, 0)  # refuses a number of microbatches that Megatron refuses
+    check_microbatches(parallel, job.microbatches)
     return job
 
 

@@ -104,6 +104,28 @@ def interleaved(
         ConfigError: a group size or a number of microbatches that Megatron refuses.
     """
     _check_place(stage, stages, microbatches)
+    _check_groups(stages, microbatches, group_size)
+    order = [
+        (microbatch, chunk)
+        for first in range(0, microbatches, group_size)
+        for chunk in range(chunks)
+        for microbatch in range(first, min(first + group_size, microbatches))
+    ]
+    return _weave(order, 2 * (stages - stage - 1) + (chunks - 1) * group_size, chunks)
+
+
+def check_microbatches(parallel: Parallel, microbatches: int) -> None:
+    """Check that Megatron runs a step of so many microbatches.
+
+    Raises:
+        ConfigError: it refuses them.
+    """
+    _check_place(0, parallel.pp, microbatches)
+    if parallel.vpp > 1:
+        _check_groups(parallel.pp, microbatches, parallel.group_size)
+
+
+def _check_groups(stages: int, microbatches: int, group_size: int) -> None:
     rest = microbatches % group_size if group_size > 0 else 0
     if not stages <= group_size <= microbatches:
         raise ConfigError(
@@ -116,13 +138,6 @@ def interleaved(
             f"{microbatches} microbatches in groups of {group_size} leave a last group of {rest}, "
             f"fewer than --pp {stages}; {microbatches - rest} microbatches work"
         )
-    order = [
-        (microbatch, chunk)
-        for first in range(0, microbatches, group_size)
-        for chunk in range(chunks)
-        for microbatch in range(first, min(first + group_size, microbatches))
-    ]
-    return _weave(order, 2 * (stages - stage - 1) + (chunks - 1) * group_size, chunks)
 
 
 def _check_place(stage: int, stages: int, microbatches: int) -> None:
@@ -142,6 +157,53 @@ def actions(parallel: Parallel, microbatches: int, stage: int) -> tuple[Action, 
     if parallel.vpp == 1:
         return one_f_one_b(stage, parallel.pp, microbatches)
     return interleaved(stage, parallel.pp, parallel.vpp, microbatches, parallel.group_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steady:
+    """The rounds of a step that repeat: in each, every rank runs the same actions for later microbatches.
+
+    ``microbatches`` are those of the shortest step with the same beginning and end and two rounds
+    between them, ``size`` those of a round. Rank ``r`` begins its first round at position
+    ``begin(r)``, and a round has ``length`` actions; what a round waits for is in it or in the one before.
+    """
+
+    parallel: Parallel
+    microbatches: int
+    size: int
+
+    @property
+    def length(self) -> int:
+        """Actions of one rank in a round."""
+        return 2 * self.size * self.parallel.vpp
+
+    def begin(self, stage: int) -> int:
+        """Where the first round begins: after the warm-up; with chunks also after a forward and a
+        backward for each rank before, so that no round waits for a later one of another rank."""
+        return _warmup(self.parallel, stage) + (2 * stage if self.parallel.vpp > 1 else 0)
+
+
+def steady(parallel: Parallel, microbatches: int) -> Steady | None:
+    """The rounds of a step, if it has more than two."""
+    if parallel.vpp == 1:
+        size, least = 1, parallel.pp + 1
+    else:
+        size = parallel.group_size
+        forwards = _warmup(parallel, 0) + 2 * size * parallel.vpp
+        least = -(-forwards // (size * parallel.vpp)) * size + microbatches % size
+    return Steady(parallel=parallel, microbatches=least, size=size) if microbatches > least else None
+
+
+def _warmup(parallel: Parallel, stage: int) -> int:
+    """Forwards before the first backward's own."""
+    after = parallel.pp - stage - 1
+    return after if parallel.vpp == 1 else 2 * after + (parallel.vpp - 1) * parallel.group_size
+
+
+def _shortened(parallel: Parallel, microbatches: int) -> int:
+    """Fewer microbatches, if a step of so many is the same but for rounds that repeat."""
+    found = steady(parallel, microbatches)
+    return microbatches if found is None else found.microbatches
 
 
 def schedule(parallel: Parallel, microbatches: int) -> tuple[tuple[Action, ...], ...]:
@@ -222,7 +284,7 @@ def in_flight(
     """
     scale = weights or (1,) * parallel.vpp
     return max(
-        _alive(actions(parallel, microbatches, stage)),
+        _alive(actions(parallel, _shortened(parallel, microbatches), stage)),
         key=lambda alive: sum(n * weight for n, weight in zip(alive, scale, strict=True)),
     )
 
@@ -249,7 +311,7 @@ def turns(parallel: Parallel, microbatches: int, stage: int) -> tuple[Turn, ...]
     A forward that serves a backward runs just before it, so what is alive then is the same. The
     backwards of the cool-down are not served, but no more is alive than in some served one before.
     """
-    order = actions(parallel, microbatches, stage)
+    order = actions(parallel, _shortened(parallel, microbatches), stage)
     seen: list[set[tuple[int, ...]]] = [set() for _ in range(parallel.vpp)]
     served: list[set[tuple[int, ...]]] = [set() for _ in range(parallel.vpp)]
     for position, (action, alive) in enumerate(zip(order, _alive(order), strict=True)):

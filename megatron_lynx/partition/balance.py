@@ -109,7 +109,8 @@ class Evaluations(Generic[C]):
     """Plans and scores, each made once.
 
     ``whole`` replaces planning rank by rank when a complete split is judged, for plans that depend
-    on the other ranks too (the stall does); it may raise InfeasibleError.
+    on the other ranks too (the stall does); it may raise InfeasibleError. ``floor`` is a time that no
+    plans of a split can beat; ``hurry`` says that a search should end with what it has.
     """
 
     def __init__(
@@ -118,8 +119,11 @@ class Evaluations(Generic[C]):
         score: Callable[[Sequence[C]], int],
         period: Callable[[C], int],
         whole: Callable[[Partition], Sequence[C]] | None = None,
+        floor: Callable[[Partition], int] = lambda partition: 0,
+        hurry: Callable[[], bool] = lambda: False,
     ) -> None:
         self._plan_stage, self._score, self._period, self._whole = plan_stage, score, period, whole
+        self.floor, self.hurry = floor, hurry
         self._stages: dict[tuple[int, tuple[int, ...]], C | None] = {}
         self._balances: dict[Partition, Balance[C] | None] = {}
         self.reasons: dict[tuple[int, tuple[int, ...]], InfeasibleError] = {}
@@ -210,15 +214,18 @@ def greedy(start: Partition, evaluations: Evaluations[C]) -> Balance[C]:
     best = evaluations.balance(start)
     if best is None:
         raise evaluations.nothing_fits()
-    while True:
+    while not evaluations.hurry():
         periods = evaluations.periods(best)
         slowest = max(range(start.pp), key=lambda rank: periods[rank])
         fastest = min(range(start.pp), key=lambda rank: periods[rank])
         moved = _move_between(best.partition, slowest, fastest)
-        found = moved and evaluations.balance(moved)
+        if moved is None or evaluations.floor(moved) >= best.iteration_ns:
+            return best
+        found = evaluations.balance(moved)
         if not found or found.iteration_ns >= best.iteration_ns:
             return best
         best = found
+    return best
 
 
 def _move_between(partition: Partition, source: int, target: int) -> Partition | None:
@@ -266,6 +273,10 @@ def _climb(best: Balance[C], evaluations: Evaluations[C]) -> Balance[C]:
     while improved:
         improved = False
         for moved in _moves(best.partition, evaluations.periods(best)):
+            if evaluations.hurry():
+                return best
+            if evaluations.floor(moved) >= best.iteration_ns:
+                continue
             found = evaluations.balance(moved)
             if found is not None and found.iteration_ns < best.iteration_ns:
                 best, improved = found, True

@@ -36,7 +36,9 @@ def pick(
         moved = False
         for stage, pool in enumerate(pools):
             for other in pool:
+                if other is best[stage] or other.plan == best[stage].plan:
+                    continue
                 trial = [*best[:stage], other, *best[stage + 1 :]]
-                if other is not best[stage] and (worth := cost(trial)) < value:
+                if (worth := cost(trial)) < value:
                     best, value, moved = trial, worth, True
     return tuple(best)

@@ -21,7 +21,8 @@ from megatron_lynx.planner import PlannedStage, SolveOptions, StageProblem
 from megatron_lynx.planner.fill import filled
 from megatron_lynx.schedule import turns
 from megatron_lynx.search.pools import Pools, aligned, pick
-from megatron_lynx.simulator.engine import SimStage, iteration_ns, play, program, sim_stage
+from megatron_lynx.simulator.engine import SimStage, iteration_ns, sim_stage, stalls_ns
+from megatron_lynx.simulator.floor import RankTimes, floor_ns, rank_times
 from megatron_lynx.simulator.ledger import GraphIndex
 from megatron_lynx.units import GIB, format_bytes
 
@@ -87,6 +88,7 @@ class Bench:
         self._plans: dict[Key, PlannedStage | InfeasibleError] = {}
         self._times: dict[int, tuple[PlannedStage, SimStage]] = {}
         self._free: dict[tuple[int, tuple[int, ...]], SimStage] = {}
+        self._ranks: dict[tuple[int, tuple[int, ...]], tuple[RankTimes, int]] = {}
         self._index = GraphIndex(job.graph)
         self._stalls: dict[int, int] = {}
         self._filled: dict[int, tuple[PlannedStage, PlannedStage]] = {}
@@ -295,6 +297,21 @@ class Bench:
         index = self._index if graph is job.graph else graph
         return sim_stage(plan, index, job.costs, job.parallel, job.microbatches)
 
+    def floor(self, split: Split) -> int:
+        """A time that no plans of a split can beat: a bound of the step without recomputation, with
+        the optimizer."""
+        job, ranks, most = self.job, list[RankTimes](), 0
+        for stage in range(job.parallel.pp):
+            layers = self.layers(split, stage)
+            key = (stage, layers)
+            if key not in self._ranks:
+                kept = self._kept(stage, layers)
+                times = rank_times(kept.early_ns, kept.body_ns, job.parallel, job.microbatches, stage)
+                self._ranks[key] = times, job.footprint(stage, sum(layers)).parameters
+            ranks.append(self._ranks[key][0])
+            most = max(most, self._ranks[key][1])
+        return floor_ns(ranks, job.parallel, job.costs.p2p_ns) + job.step_ns(most)
+
     def needed(self, stage: int, layers: tuple[int, ...], planner: str) -> int:
         """The smallest memory of a device with which some plan of ``planner`` fits."""
         small = replace(self.job, memory_bytes=1)
@@ -312,9 +329,9 @@ class Bench:
         """The steady wait of each stage before a backward."""
         job = self.job
         times = [s if isinstance(s, SimStage) else self.times(s) for s in stages]
-        run = play(program(job.parallel, job.microbatches), times, job.costs.p2p_ns)
+        waits = stalls_ns(times, job.parallel, job.microbatches, job.costs.p2p_ns)
         step = max(1, job.costs.layer.layer_forward_ns // _STALL_STEP)
-        return tuple(run.stall_ns(stage) // step * step for stage in range(job.parallel.pp))
+        return tuple(wait // step * step for wait in waits)
 
     def times(self, stage: PlannedStage) -> SimStage:
         """The times of a planned stage."""

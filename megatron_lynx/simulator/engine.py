@@ -5,120 +5,27 @@ early work (rebuilding in a stall) runs at once, its body when what it requires 
 crosses to another rank occupies the link of its direction for ``p2p_ns``, one transfer after the
 other; the sender does not wait for it. Times are integer nanoseconds.
 
-Everything happens in an order that is fixed by the schedule alone, so a ``Program`` is made once
-per (parallel sizes, microbatches) and one flat loop over it is the whole event engine.
+Everything happens in an order that is fixed by the schedule alone (``program``), and one flat loop over
+it is the whole event engine. ``steady`` does the same without running every round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
 
-from megatron_lynx import schedule
 from megatron_lynx.cost import CostTable
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.plan import StagePlan
-from megatron_lynx.schedule import Action
 from megatron_lynx.simulator.ledger import GraphIndex
+from megatron_lynx.simulator.program import Program, counts, program
+from megatron_lynx.simulator.steady import Step
 from megatron_lynx.simulator.timeline import Run, Timeline
 from megatron_lynx.simulator.walk import StageWalk
 from megatron_lynx.spec import Parallel
 
-
-class Op(NamedTuple):
-    """One action of a Program: ``key`` finds its times in the tables of all ranks laid end to end,
-    ``source`` is the op whose result must arrive (-1: none), ``link`` the link that its own result
-    takes (-1: none)."""
-
-    rank: int
-    key: int
-    source: int
-    link: int
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """All actions of all ranks, each after what it requires.
-
-    A rank's table has ``width`` entries: forwards by (chunk, chunk served or none), then backwards
-    by (chunk, chunk of the forward that served it or none); see ``SimStage``.
-    """
-
-    ranks: int
-    chunks: int
-    ops: tuple[Op, ...]
-    actions: tuple[Action, ...]
-
-    @property
-    def width(self) -> int:
-        """Entries of one rank's table."""
-        return 2 * self.chunks * (self.chunks + 1)
-
-    def used(self, rank: int) -> frozenset[int]:
-        """Which entries of ``rank``'s table occur."""
-        base = rank * self.width
-        return frozenset(op.key - base for op in self.ops if op.rank == rank)
-
-
-def variant(chunks: int, action: Action, partner: int | None) -> int:
-    """Index of an action in its rank's table; ``partner`` is the chunk served or serving."""
-    row = action.chunk if action.forward else chunks + action.chunk
-    return row * (chunks + 1) + (chunks if partner is None else partner)
-
-
-@lru_cache(maxsize=64)
-def program(parallel: Parallel, microbatches: int) -> Program:
-    """Order the actions of all ranks so that each stands after what it requires."""
-    orders = schedule.schedule(parallel, microbatches)
-    stages, chunks = parallel.pp, parallel.vpp
-    width = 2 * chunks * (chunks + 1)
-    done: dict[tuple[int, Action], int] = {}
-    ops: list[Op] = []
-    listed: list[Action] = []
-    at = [0] * stages
-    while len(ops) < 2 * stages * chunks * microbatches:
-        for rank, order in enumerate(orders):
-            while at[rank] < len(order):
-                position, action = at[rank], order[at[rank]]
-                needs = schedule.requires(action, rank, stages, chunks)
-                if any(need not in done for need in needs):
-                    break
-                source = next((done[need] for need in needs if need[0] != rank), -1)
-                partner = _partner(order, position)
-                done[rank, action] = len(ops)
-                ops.append(
-                    Op(
-                        rank=rank,
-                        key=rank * width + variant(chunks, action, partner),
-                        source=source,
-                        link=_link(action, rank, stages, chunks),
-                    )
-                )
-                listed.append(action)
-                at[rank] += 1
-    return Program(stages, chunks, tuple(ops), tuple(listed))
-
-
-def _partner(order: Sequence[Action], position: int) -> int | None:
-    """The chunk that a forward serves, or that of the forward that served a backward."""
-    if order[position].forward:
-        served = schedule.serves(order, position)
-        return None if served is None else served.chunk
-    if position and schedule.serves(order, position - 1) is not None:
-        return order[position - 1].chunk
-    return None
-
-
-def _link(action: Action, rank: int, stages: int, chunks: int) -> int:
-    """The link that the result takes: 2 rank to the next rank, 2 rank + 1 to the previous one."""
-    if stages == 1:
-        return -1
-    if action.forward:
-        last = rank == stages - 1 and action.chunk == chunks - 1
-        return -1 if last else 2 * rank
-    return -1 if rank == 0 and action.chunk == 0 else 2 * rank + 1
+_MANY_ROUNDS = 12
+"""With more rounds for each rank it is quicker to look for those that repeat than to run them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +53,7 @@ class SimStage:
         return cls(early_ns=tuple(first), body_ns=tuple(body))
 
     @classmethod
-    def from_walk(cls, walk: StageWalk, used: frozenset[int] | None = None) -> SimStage:
+    def from_walk(cls, walk: StageWalk, used: Collection[int] | None = None) -> SimStage:
         """The times of a plan; entries that are not ``used`` are left at 0."""
         chunks = walk.chunks
         width = chunks + 1
@@ -183,10 +90,10 @@ def _play(prog: Program, stages: Sequence[SimStage], p2p_ns: int) -> tuple[list[
     wire = [0] * (2 * prog.ranks)
     ends: list[int] = []
     arrivals: list[int] = []
-    for rank, key, source, link in prog.ops:
+    for rank, key, back, link in prog.ops:
         now = free[rank] + early[key]
-        if source >= 0 and arrivals[source] > now:
-            now = arrivals[source]
+        if back and arrivals[-back] > now:
+            now = arrivals[-back]
         now += body[key]
         free[rank] = now
         ends.append(now)
@@ -200,7 +107,37 @@ def _play(prog: Program, stages: Sequence[SimStage], p2p_ns: int) -> tuple[list[
 
 def iteration_ns(stages: Sequence[SimStage], parallel: Parallel, microbatches: int, p2p_ns: int = 0) -> int:
     """Time from the first forward to the last backward; the cheap entry for a search."""
-    return max(_play(program(parallel, microbatches), stages, p2p_ns)[0])
+    prog = program(parallel, microbatches)
+    if prog.rounds > _MANY_ROUNDS * prog.ranks:
+        return step_of(prog, stages, p2p_ns).makespan_ns
+    return max(_play(prog, stages, p2p_ns)[0])
+
+
+def stalls_ns(
+    stages: Sequence[SimStage], parallel: Parallel, microbatches: int, p2p_ns: int = 0
+) -> tuple[int, ...]:
+    """How long each rank typically waits for a gradient, as ``Timeline.stall_ns``."""
+    prog = program(parallel, microbatches)
+    if prog.rounds > _MANY_ROUNDS * prog.ranks:
+        step = step_of(prog, stages, p2p_ns)
+        return tuple(map(step.stall_ns, range(prog.ranks)))
+    ends, arrivals = _play(prog, stages, p2p_ns)
+    waits: list[list[int]] = [[] for _ in stages]
+    half, last = prog.width // 2, [-1] * prog.ranks
+    for i, (rank, key, back, _) in enumerate(prog.ops):
+        if key // half % 2 == 0:
+            last[rank] = i
+        elif last[rank] >= 0:
+            waits[rank].append(max(0, arrivals[i - back] - ends[last[rank]]) if back else 0)
+            last[rank] = -1
+    return tuple(sorted(found)[(len(found) - 1) // 2] if found else 0 for found in waits)
+
+
+def step_of(prog: Program, stages: Sequence[SimStage], p2p_ns: int = 0) -> Step:
+    """A step without its timeline, and without the rounds that are as those before."""
+    early = [t for stage in stages for t in stage.early_ns]
+    body = [t for stage in stages for t in stage.body_ns]
+    return Step(prog, early, body, p2p_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +166,7 @@ def sim_stage(
     microbatches: int,
 ) -> SimStage:
     """The times of one rank under a plan, for ``iteration_ns``."""
-    used = program(parallel, microbatches).used(plan.stage)
+    used = counts(parallel, microbatches)[plan.stage]
     return SimStage.from_walk(StageWalk(plan, graph, table, parallel.pp, timed_only=True), used)
 
 
@@ -254,7 +191,8 @@ def simulate(job: SimJob) -> Timeline:
         for plan, index in zip(job.stages, indexes, strict=True)
     )
     prog = program(parallel, job.microbatches)
-    tables = [SimStage.from_walk(walk, prog.used(rank)) for rank, walk in enumerate(walks)]
+    used = counts(parallel, job.microbatches)
+    tables = [SimStage.from_walk(walk, used[rank]) for rank, walk in enumerate(walks)]
     return play(prog, tables, job.table.p2p_ns, walks)
 
 
@@ -280,7 +218,7 @@ def play(
                 partner=None if column == chunks else column,
                 start_ns=free[op.rank],
                 ready_ns=free[op.rank] + stage.early_ns[key],
-                arrival_ns=arrivals[op.source] if op.source >= 0 else 0,
+                arrival_ns=arrivals[i - op.back] if op.back else 0,
                 begin_ns=ends[i] - stage.body_ns[key],
                 end_ns=ends[i],
                 sent_ns=arrivals[i] - p2p_ns if op.link >= 0 and p2p_ns else ends[i],
