@@ -276,15 +276,26 @@ def parse_plan(text: str) -> Plan:
     )
 
 
+_NO_LAYERS = {"name", "vocab_size", "max_position_embeddings", "untie_embeddings_and_output_weights"}
+"""Fields of a model that change no layer."""
+
+
 def fingerprint(model: Model, parallel: Parallel, batch: Batch, graph: LayerGraph) -> str:
     """A hash of the job that a plan is for; the runtime refuses a plan that differs.
 
-    What changes no layer stays out: names, the data-parallel size, the global batch. So does the
-    memory budget: a plan made for 32 GiB is right on a device that offers 31.7 or 80.
+    What changes no layer stays out: names, the vocabulary (Megatron pads it), the data-parallel size,
+    the global batch. So does the memory budget: a plan made for 32 GiB is right on a device that offers
+    31.7 or 80. A size that follows from others counts alike whether it was given or not.
     """
+    sizes = {
+        "num_query_groups": model.groups,
+        "kv_channels": model.head_size,
+        "ffn_hidden_size": model.ffn,
+    }
+    group = {"microbatch_group_size": parallel.group_size if parallel.vpp > 1 else None}
     facts = {
-        "model": {k: v for k, v in asdict(model).items() if k != "name"},
-        "parallel": {k: v for k, v in asdict(parallel).items() if k != "dp"},
+        "model": {k: v for k, v in (asdict(model) | sizes).items() if k not in _NO_LAYERS},
+        "parallel": {k: v for k, v in (asdict(parallel) | group).items() if k != "dp"},
         "batch": {"seq_length": batch.seq_length, "micro_batch_size": batch.micro_batch_size},
         "graph": graph.fingerprint(),
     }

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Makes the virtual environments of this checkout. Sourced by the other scripts, from bash:
 #
 #   source scripts/setup_env.sh
@@ -56,7 +57,7 @@ lynx_venv() {
         echo "$python cannot make a virtual environment (Debian: apt-get install python3.12-venv)" >&2
         return 1
     fi
-    "$folder/bin/python" -m pip install -qq --disable-pip-version-check --editable "$LYNX_ROOT[$extras]" || return 1
+    "$folder/bin/python" -m pip install -qq --disable-pip-version-check --editable "${LYNX_ROOT}[$extras]" || return 1
     echo "$stamp" >"$folder/lynx-stamp"
 }
 
@@ -111,4 +112,22 @@ lynx_megatron() {
     # Without this file Python would look for what a release lacks in the one that is installed.
     touch "$draft/megatron/__init__.py"
     rm -rf "$folder" && mv "$draft" "$folder"
+}
+
+# The tests of the launch scripts start a SLURM cluster. Root on Debian gets it; fails where there is none.
+lynx_slurm() {
+    if [ "$(id -u)" -ne 0 ]; then
+        echo "Not root: tests/slurm, which start a SLURM cluster, are left out" >&2
+        return 1
+    fi
+    if command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v shellcheck >/dev/null; then
+        return 0
+    fi
+    if command -v apt-get >/dev/null; then
+        echo "Installing SLURM for the tests of the launch scripts"
+        apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+            slurm-wlm munge shellcheck >/dev/null && return 0
+    fi
+    echo "SLURM could not be installed: tests/slurm are left out" >&2
+    return 1
 }

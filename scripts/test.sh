@@ -6,4 +6,5 @@ cd "$LYNX_ROOT"
 lynx_venv .venv "megatron,test"
 lynx_te_all
 lynx_chromium
+lynx_slurm || set -- --ignore=tests/slurm "$@"
 exec .venv/bin/python -m pytest "$@"

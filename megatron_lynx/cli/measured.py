@@ -14,7 +14,7 @@ from rich.table import Table
 from megatron_lynx.cli.html import methods_of, write_page
 from megatron_lynx.cli.html_data import Method, page_data
 from megatron_lynx.cli.job import read_profile, whole
-from megatron_lynx.cli.report import console, job_line, progress
+from megatron_lynx.cli.report import console, job_line, print_notes, progress
 from megatron_lynx.cli.run_files import Report, measured, read_report
 from megatron_lynx.presets import load_cluster
 from megatron_lynx.units import format_bytes, format_ns
@@ -27,6 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="the folder that was given to --lynx-report")
     parser.add_argument("--html", metavar="FILE", help="write a page: planned beside measured, and the plan")
     parser.add_argument("--skip", type=whole, metavar="N", default=1, help="steps to leave out (default: 1)")
+    parser.add_argument("--run", metavar="NAME", help="a run before the last one, where a job was restarted")
     parser.add_argument("--profile", metavar="FILE", help="costs to price the plan by, for those of the run")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="likewise, estimated for a cluster")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
@@ -37,10 +38,12 @@ def run(args: argparse.Namespace) -> int:
     report = read_report(
         Path(args.folder),
         skip=args.skip,
+        run=args.run,
         profile=read_profile(args.profile) if args.profile else None,
         cluster=load_cluster(args.cluster) if args.cluster else None,
     )
     found = measured(report)
+    print_notes(_notes(report))
     if args.html:
         with progress("planning the other methods"):
             write_page(_page(report, found), args.html)
@@ -55,6 +58,23 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         out.print(f"page written to {args.html}", markup=False)
     return 0
+
+
+def _notes(report: Report) -> list[str]:
+    """What a reader has to know about the files: restarts, ranks without any, ranks that stopped early."""
+    first, last = report.iterations
+    notes = []
+    if len(report.runs) > 1:
+        others = ", ".join(name for name in report.runs if name != report.run)
+        notes.append(
+            f"run {report.run}, iterations {first} to {last}; other runs wrote there too: --run {others}"
+        )
+    for rank in report.missing:
+        notes.append(f"steps.{rank}.jsonl has no step of this run: rank {rank} wrote nothing, or elsewhere")
+    if report.ahead:
+        ranks = ", ".join(map(str, report.ahead))
+        notes.append(f"ranks {ranks} made more steps than others: the run was killed, or still trains")
+    return notes
 
 
 def _page(report: Report, found: dict[str, Any]) -> dict[str, Any]:

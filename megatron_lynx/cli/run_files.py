@@ -26,7 +26,7 @@ from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.spec import Batch, Model, Parallel
 
-SCHEMA = 2
+SCHEMA = 3
 """The schema of a report's lines that is read here."""
 
 Json = dict[str, Any]
@@ -36,7 +36,9 @@ Json = dict[str, Any]
 class Report:
     """A run: its job and plan, and the steps of each stage (of all its ranks) that count.
 
-    The first ``skipped`` steps of each rank do not; ``counted`` do.
+    The first ``skipped`` steps of each rank do not; ``counted`` do. ``run`` of ``runs`` (the last, if
+    no other was asked for) is meant; ``iterations`` are its first and last; ``missing`` the ranks that
+    wrote nothing in it, ``ahead`` those that made more steps than others: it was killed or still runs.
     """
 
     job: Job
@@ -45,14 +47,25 @@ class Report:
     steps: tuple[tuple[Json, ...], ...]
     skipped: int
     counted: int
+    run: str
+    runs: tuple[str, ...]
+    iterations: tuple[int, int]
+    missing: tuple[int, ...]
+    ahead: tuple[int, ...]
 
 
 def read_report(
-    folder: Path, *, skip: int = 1, profile: CostTable | None = None, cluster: Cluster | None = None
+    folder: Path,
+    *,
+    skip: int = 1,
+    run: str | None = None,
+    profile: CostTable | None = None,
+    cluster: Cluster | None = None,
 ) -> Report:
     """Read a folder; the first ``skip`` steps of each rank do not count if there are more.
 
-    ``profile`` or ``cluster`` price the plan where the run did not write its costs.
+    ``run`` is one of the runs that wrote there, by default the last. ``profile`` or ``cluster`` price
+    the plan where the run did not write its costs.
 
     Raises:
         ConfigError: a file is missing, malformed or of another schema.
@@ -60,22 +73,28 @@ def read_report(
     """
     if not folder.is_dir():
         raise ConfigError(f"DIR {str(folder)!r} is no folder; the one given to --lynx-report works")
-    plan = read_plan(str(folder / "plan.txt"))
+    place, run, runs = _place(folder, run)
+    plan = read_plan(str(place / "plan.txt"))
     costs = profile
     if costs is None and cluster is None:
-        costs = _costs(folder / "costs.json")
-    job = _job(folder / "job.json", costs, cluster)
+        costs = _costs(place / "costs.json")
+    ranks, job = _job(place / "job.json", costs, cluster)
     owner = {layer.layer: stage.stage for stage in plan for layer in stage.layers}
+    by_rank = {
+        int(path.name.split(".")[1]): _lines(path, run) for path in sorted(folder.glob("steps.*.jsonl"))
+    }
+    by_rank = {rank: lines for rank, lines in sorted(by_rank.items()) if lines}
+    if not by_rank:
+        raise ConfigError(f"DIR {str(folder)!r} holds no steps of run {run}; a run that has made one works")
     found: list[list[Json]] = [[] for _ in plan]
     left_out = counted = 0
-    for path in sorted(folder.glob("steps.*.jsonl")):
-        lines = _lines(path)
+    for lines in by_rank.values():
         held = next((owner[int(layer)] for line in lines for layer in line["kept_bytes"]), 0)
         left_out = skip if len(lines) > skip else 0
         counted = len(lines) - left_out
         found[held] += lines[left_out:]
-    if not any(found):
-        raise ConfigError(f"DIR {str(folder)!r} holds no steps; a run that has made one works")
+    fewest = min(map(len, by_rank.values()))
+    iterations = [line["iteration"] for lines in by_rank.values() for line in lines]
     return Report(
         job=job,
         plan=plan,
@@ -83,7 +102,24 @@ def read_report(
         steps=tuple(map(tuple, found)),
         skipped=left_out,
         counted=counted,
+        run=run,
+        runs=runs,
+        iterations=(min(iterations), max(iterations)),
+        missing=tuple(rank for rank in range(ranks) if rank not in by_rank),
+        ahead=tuple(rank for rank, lines in by_rank.items() if len(lines) > fewest),
     )
+
+
+def _place(folder: Path, run: str | None) -> tuple[Path, str, tuple[str, ...]]:
+    """Where job and plan of a run lie, its name, and the names of all runs, oldest first."""
+    path = folder / "job.json"
+    last = str(_json(path, path.read_text("utf-8") if path.exists() else "").get("run"))
+    runs = (*sorted(place.parent.name for place in folder.glob("earlier/*/job.json")), last)
+    if run is None or run == last:
+        return folder, last, runs
+    if run not in runs:
+        raise ConfigError(f"--run {run!r} did not write into {str(folder)!r}; {', '.join(runs)} works")
+    return folder / "earlier" / run, run, runs
 
 
 def _costs(path: Path) -> CostTable:
@@ -95,10 +131,11 @@ def _costs(path: Path) -> CostTable:
     return CostTable.from_json(path.read_text("utf-8"), str(path))
 
 
-def _job(path: Path, costs: CostTable | None, cluster: Cluster | None) -> Job:
+def _job(path: Path, costs: CostTable | None, cluster: Cluster | None) -> tuple[int, Job]:
+    """How many ranks wrote, and the job."""
     facts = _json(path, path.read_text("utf-8") if path.exists() else "")
     try:
-        return make_job(
+        return facts["ranks"], make_job(
             Model(**facts["model"]),
             Parallel(**facts["parallel"]),
             Batch(**facts["batch"]),
@@ -123,10 +160,11 @@ def _json(path: Path, text: str) -> Json:
     return data
 
 
-def _lines(path: Path) -> list[Json]:
-    """The complete lines of a file; a run may still be writing."""
+def _lines(path: Path, run: str) -> list[Json]:
+    """The complete lines of a run in a file; it may still be writing."""
     lines = path.read_text("utf-8").splitlines(keepends=True)
-    return [_json(path, line) for line in lines if line.endswith("\n")]
+    every = [_json(path, line) for line in lines if line.endswith("\n")]
+    return [line for line in every if line["run"] == run]
 
 
 def measured(report: Report) -> Json:
@@ -137,8 +175,13 @@ def measured(report: Report) -> Json:
         f"Means over {report.counted} steps of each rank (the first {report.skipped} left out), by {whose}. "
         "Planned times are from the costs that the plan was made from."
     )
+    first, last = report.iterations
     return {
         "note": note,
+        "run": report.run,
+        "runs": list(report.runs),
+        "iterations": [first, last],
+        "missing_ranks": list(report.missing),
         "clock": clock,
         "stages": [
             {"stage": stage.stage, "sums": _sums(report, stage), "windows": _windows(report, stage)}

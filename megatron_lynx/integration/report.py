@@ -3,23 +3,27 @@
 ``job.json`` is the job, ``plan.txt`` the plan, ``costs.json`` what it was made from (where it was made
 at start), ``steps.<rank>.jsonl`` the record; `lynx report DIR` reads them:
 
-    {"schema": 2, "step": 3, "step_ns": 81000000, "clock": "host",
-     "rebuilt_storages": {"bwd": 40, "demand": 2}, "rebuilt_bytes": {...},
+    {"schema": 3, "run": "20261130T175906.123456", "iteration": 203, "step": 3, "step_ns": 81000000,
+     "clock": "host", "rebuilt_storages": {"bwd": 40, "demand": 2}, "rebuilt_bytes": {...},
      "kept_bytes": {"0": 1048576}, "left_bytes": 0, "demand": {"0": {"replays": 2, "time_ns": 52000}},
      "windows": {"bwd:3:linear_fc1": {"opened": 4, "work_ns": 91000, "wait_ns": 2000, ...}}}
 
 ``step_ns`` is the schedule alone, without the optimizer. ``clock`` is whose times the others are:
-``device`` for events on a GPU's stream.
+``device`` for events on a GPU's stream. ``run`` is when the run began; a job that is started again
+appends to the same files, and job, plan and costs of the run before go to ``earlier/<its run>``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from megatron.training import get_args
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.integration.planning import Asked
@@ -28,31 +32,32 @@ from megatron_lynx.plan import Plan
 from megatron_lynx.runtime.clock import HostClock, clock_for
 from megatron_lynx.runtime.record import StepRecord
 
-SCHEMA = 2
+SCHEMA = 3
+
+EARLIER = "earlier"
+"""The folder of what belongs to earlier runs."""
+
+_OF_A_RUN = ("job.json", "plan.txt", "costs.json")
 
 
 class ReportWriter:
-    """Writes a run's report into ``folder``; files of an earlier run are replaced."""
+    """Writes a run's report into ``folder``, after what earlier runs wrote there."""
 
-    def __init__(
-        self, folder: Path, rank: int, plan: Plan, table: CostTable | None, asked: Asked | None = None
-    ) -> None:
+    def __init__(self, folder: Path, rank: int, plan: Plan, table: CostTable | None, asked: Asked) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        box = [f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"]
+        torch.distributed.broadcast_object_list(box, src=0)
+        self._run = box[0]
         self._steps = folder / f"steps.{rank}.jsonl"
-        self._steps.write_text("")
+        _drop_half_a_line(self._steps)
         self._step = 0
         self._clock = HostClock()
         if rank == 0:
-            for old in folder.glob("steps.*.jsonl"):  # of a run with more ranks
-                if int(old.name.split(".")[1]) >= torch.distributed.get_world_size():
-                    old.unlink()
+            _keep_earlier(folder)
             (folder / "plan.txt").write_text(str(plan))
-            if asked is not None:
-                (folder / "job.json").write_text(_job(asked, plan))
             if table is not None:
                 (folder / "costs.json").write_text(table.to_json())
-            else:
-                (folder / "costs.json").unlink(missing_ok=True)
+            (folder / "job.json").write_text(_job(asked, plan, self._run))
 
     def attach(self, session: Session) -> None:
         """Record the steps of ``session``, timed on its device."""
@@ -65,6 +70,8 @@ class ReportWriter:
         self._step += 1
         line = {
             "schema": SCHEMA,
+            "run": self._run,
+            "iteration": get_args().curr_iteration + 1,
             "step": self._step,
             "step_ns": time.perf_counter_ns() - record.began_ns,
             "clock": self._clock.name,
@@ -79,9 +86,35 @@ class ReportWriter:
             file.write(json.dumps(line) + "\n")
 
 
-def _job(asked: Asked, plan: Plan) -> str:
+def _drop_half_a_line(path: Path) -> None:
+    """What a rank was writing when it was killed; make the file if there is none."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        text = file.read()
+        file.truncate(text.rfind(b"\n") + 1)
+
+
+def _keep_earlier(folder: Path) -> None:
+    """Move the files of the run before out of the way."""
+    before = folder / "job.json"
+    if not before.exists():
+        return
+    try:
+        run = str(json.loads(before.read_text())["run"])
+    except (ValueError, KeyError, TypeError):  # of another version, or cut short
+        run = "unknown"
+    (folder / EARLIER / run).mkdir(parents=True, exist_ok=True)
+    for name in _OF_A_RUN:
+        if (folder / name).exists():
+            (folder / name).replace(folder / EARLIER / run / name)
+
+
+def _job(asked: Asked, plan: Plan, run: str) -> str:
     facts = {
         "schema": SCHEMA,
+        "run": run,
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "ranks": torch.distributed.get_world_size(),
         "model": asdict(asked.model),
         "parallel": asdict(asked.parallel),
         "batch": asdict(asked.batch),

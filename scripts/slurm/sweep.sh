@@ -1,25 +1,36 @@
 #!/usr/bin/env bash
-# Submits train.sbatch for each GPT from 1.3B to 23B, with parallel sizes that fit 40 GB devices.
+# Submits train.sbatch for several runs, each with the nodes that its parallel sizes need.
 #
-#   bash scripts/slurm/sweep.sh DATA_PREFIX CHECKPOINT_ROOT [more Megatron flags]
+#   GPUS_PER_NODE=8 bash scripts/slurm/sweep.sh CHECKPOINT_ROOT RUN... -- MEGATRON'S FLAGS
+#
+# Without a RUN: the GPTs from 1.3B to 23B of configs/runs, with parallel sizes for 40 GB devices.
+# SBATCH_FLAGS (words) goes to sbatch. Each run trains one replica: DP 1.
 set -euo pipefail
-if [ $# -lt 2 ]; then
-    echo "sweep.sh needs DATA_PREFIX CHECKPOINT_ROOT; for example data/text ckpt" >&2
-    exit 2
-fi
-data=$1 root=$2
-shift 2
-here=$(dirname "${BASH_SOURCE[0]}")
-while read -r model tp pp; do
-    nodes=$(((tp * pp + 7) / 8))
-    sbatch --nodes "$nodes" --job-name "lynx-$model" "$here/train.sbatch" "$model" "$tp" "$pp" "$data" \
-        "$root/$model" "$@"
-done <<'JOBS'
-gpt-1.3b 2 4
-gpt-2.7b 2 4
-gpt-4.7b 4 4
-gpt-7b 4 4
-gpt-13b 4 8
-gpt-20b 8 4
-gpt-23b 8 5
-JOBS
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+source "$here/lynx.sh"
+lynx_usage 1 "sweep.sh needs CHECKPOINT_ROOT [RUN...] [-- MEGATRON'S FLAGS]; for example ckpt gpt-7b -- \
+--data-path data/text --tokenizer-type GPT2BPETokenizer --vocab-file v.json --merge-file m.txt" "$@"
+root=$1
+shift
+runs=()
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    runs+=("$1")
+    shift
+done
+[ $# -eq 0 ] || shift
+lynx_tokenizer sweep.sh "$@"
+[ ${#runs[@]} -gt 0 ] || runs=(gpt-1.3b gpt-2.7b gpt-4.7b gpt-7b gpt-13b gpt-20b gpt-23b)
+per_node=${GPUS_PER_NODE:-8}
+for run in "${runs[@]}"; do
+    text=$("${PYTHON:-python3}" -m megatron_lynx args --run "$run")
+    eval "flags=($text)"
+    replica=1
+    for size in tensor pipeline; do
+        replica=$((replica * $(lynx_value "--$size-model-parallel-size" "${flags[@]}")))
+    done
+    name=$(basename "$run" .toml)
+    # shellcheck disable=SC2086  # words
+    sbatch --nodes $(((replica + per_node - 1) / per_node)) --job-name "lynx-$name" ${SBATCH_FLAGS---gpus-per-node $per_node} \
+        "$here/train.sbatch" "$run" "$root/$name" "$@"
+done

@@ -21,7 +21,7 @@ from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.search.workflow import METHODS, plan_job, timeline_of
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.spec import Batch, Parallel
-from tests.support.run_folder import DEMAND_NS, STEP_NS, WAIT_NS, WORK_NS, write_run
+from tests.support.run_folder import DEMAND_NS, RUN, STEP_NS, STEPS, WAIT_NS, WORK_NS, write_run
 
 Captured = pytest.CaptureFixture[str]
 
@@ -201,8 +201,8 @@ def test_plan_without_costs_is_priced_on_request(capsys: Captured, run: Path) ->
 @pytest.mark.parametrize(
     ("file", "text", "says"),
     [
-        ("job.json", '{"schema": 1}', "schema 1 is unknown; 2 works"),
-        ("job.json", '{"schema": 2}', "is not a job"),
+        ("job.json", '{"schema": 1}', "schema 1 is unknown; 3 works"),
+        ("job.json", '{"schema": 3}', "is not a job"),
         ("job.json", None, "job.json does not fit"),
         ("plan.txt", None, "cannot be read"),
         ("steps.0.jsonl", "{}\n", "steps.0.jsonl does not fit"),
@@ -229,6 +229,34 @@ def test_folder_without_steps_is_refused(capsys: Captured, run: Path) -> None:
     assert "holds no steps" in capsys.readouterr().err
     assert main(["report", str(run / "nowhere")]) == 2
     assert "is no folder" in capsys.readouterr().err
+
+
+def test_report_of_a_job_that_was_started_again(capsys: Captured, run: Path) -> None:
+    """The last run counts, an earlier one is there by name; a rank that wrote nothing is named."""
+    later, before = "20261130T130000.000000", report(capsys, str(run))
+    (run / "earlier" / RUN).mkdir(parents=True)
+    for name in ("job.json", "plan.txt", "costs.json"):
+        text = (run / name).read_text()
+        (run / "earlier" / RUN / name).write_text(text)
+        (run / name).write_text(text.replace(RUN, later))
+    for path in run.glob("steps.*.jsonl"):
+        lines = path.read_text().splitlines()[:STEPS]
+        again = [line.replace(RUN, later).replace('"iteration": 10', '"iteration": 90') for line in lines]
+        path.write_text("\n".join([*lines, *again]) + "\n")
+    found = report(capsys, str(run))
+    assert (found["run"], found["runs"]) == (later, [RUN, later])
+    assert found["iterations"] == [901, 903]
+    assert report(capsys, str(run), "--run", RUN) == before | {"runs": [RUN, later]}
+    assert main(["report", str(run), "--run", "mine"]) == 2
+    assert f"{RUN}, {later} works" in capsys.readouterr().err
+    (run / "steps.2.jsonl").unlink()
+    lines = (run / "steps.3.jsonl").read_text().splitlines(keepends=True)
+    (run / "steps.3.jsonl").write_text("".join(lines[:-1]))
+    assert report(capsys, str(run))["missing_ranks"] == [2]
+    assert main(["report", str(run)]) == 0
+    notes = capsys.readouterr().err
+    assert "steps.2.jsonl has no step of this run" in notes
+    assert "ranks 0, 1 made more steps than others" in notes
 
 
 ROOT = Path(__file__).parents[2]

@@ -119,6 +119,12 @@ def test_the_fingerprint_follows_what_changes_a_layer() -> None:
 
     own = of(model, parallel, batch)
     assert own == of(replace(model, name="x"), replace(parallel, dp=2), replace(batch, global_batch_size=8))
+    # As Megatron's arguments have it after validation: padded, and with what follows filled in.
+    resolved = replace(model, vocab_size=256, num_query_groups=4, kv_channels=16, ffn_hidden_size=256)
+    assert own == of(replace(resolved, max_position_embeddings=8), parallel, batch)
+    interleaved = Parallel(pp=2, vpp=2)
+    grouped = replace(interleaved, microbatch_group_size=2)
+    assert of(model, interleaved, batch) == of(model, grouped, batch)
     others = [
         of(replace(model, num_layers=8), parallel, batch),
         of(model, replace(parallel, pp=2), batch),

@@ -13,6 +13,7 @@ from megatron_lynx.plan import Plan
 STEP_NS = 5_000_000
 WORK_NS, WAIT_NS, DEMAND_NS = 700, 300, 900
 STEPS = 3
+RUN = "20261130T120000.000000"
 
 
 def write_run(folder: Path, job: Job, plan: Plan, *, costs: bool = True) -> None:
@@ -23,7 +24,9 @@ def write_run(folder: Path, job: Job, plan: Plan, *, costs: bool = True) -> None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.txt").write_text(str(plan))
     facts = {
-        "schema": 2,
+        "schema": 3,
+        "run": RUN,
+        "ranks": len(plan.stages),
         "model": asdict(job.model),
         "parallel": asdict(job.parallel),
         "batch": asdict(job.batch),
@@ -37,7 +40,7 @@ def write_run(folder: Path, job: Job, plan: Plan, *, costs: bool = True) -> None
     for stage in plan:
         lines = [json.dumps(_line(job, plan, stage.stage, step)) for step in range(1, STEPS + 1)]
         # A run that still writes leaves half a line.
-        (folder / f"steps.{stage.stage}.jsonl").write_text("\n".join(lines) + '\n{"schema": 2, "st')
+        (folder / f"steps.{stage.stage}.jsonl").write_text("\n".join(lines) + '\n{"schema": 3, "st')
 
 
 def _line(job: Job, plan: Plan, stage: int, step: int) -> dict[str, Any]:
@@ -48,7 +51,9 @@ def _line(job: Job, plan: Plan, stage: int, step: int) -> dict[str, Any]:
     windows = {str(window): {**one, **rest} for window in plan.stages[stage].windows()}
     layers = [layer.layer for layer in plan.stages[stage].layers]
     return {
-        "schema": 2,
+        "schema": 3,
+        "run": RUN,
+        "iteration": 100 + step,
         "step": step,
         "step_ns": slow * STEP_NS,
         "clock": "host",
