@@ -79,9 +79,6 @@ RANK_SUFFIX = "_job.py"
 PURE = NOUNS | VERBS | {"search", "reproduction", "cli"}
 """What must work without torch."""
 
-TYPE_CYCLES = {"runtime/storage.py"}
-"""Files with an import for type checkers alone; rows may be removed, not added."""
-
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
 """Exceptions from the caps; rows may be removed, not added."""
@@ -147,9 +144,6 @@ def test_only_one_file_imports_the_solver() -> None:
     ids=lambda path: str(path.relative_to(PACKAGE)),
 )
 def test_no_import_hides_in_a_function(path: Path) -> None:
-    if str(path.relative_to(PACKAGE)) in TYPE_CYCLES:
-        assert "TYPE_CHECKING" in path.read_text("utf-8")
-        return
     assert sorted(imports(path, nested=True)) == sorted(imports(path, nested=False))
 
 
@@ -197,17 +191,9 @@ def test_import_of_the_package_alone_is_light() -> None:
     assert done.returncode == 0, done.stderr
 
 
-REGIONS_ELSEWHERE = {
-    "runtime/tape.py",
-    "runtime/trace.py",
-    "runtime/region.py",
-    "runtime/executor.py",
-    "integration/binding.py",
-    "integration/session.py",
-    "reproduction/activations.py",
-}
-"""Files outside of ``layers`` that name regions. The last one sets a paper's table beside them, item by
-item; the others are to read ``LayerKind``. Rows may be removed, not added."""
+REGIONS_ELSEWHERE = {"reproduction/activations.py"}
+"""Files outside of ``layers`` that name regions: it sets a paper's table beside them, item by item. Rows may
+be removed, not added."""
 
 
 def strings(tree: ast.Module) -> Iterator[str]:

@@ -1,92 +1,123 @@
-"""Binds an executor to the layers of a model: which submodule is which region.
+"""Binds an executor to the layers of a model: which piece of the real layer is which part of its kind.
 
-The layer's own code stays as it is. Its submodules' ``forward`` is replaced on the instance, below
-module hooks, so that a hook of the user's runs once per forward pass and never for a replay.
+The layer's own code stays as it is. What a plan touches gets another ``forward`` on the instance, below
+module hooks, so that a hook of the user's runs once per forward pass and never for a replay. What a plan
+leaves alone is left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core import utils as megatron_utils
 
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.layers import KINDS
+from megatron_lynx.layers.kind import Glue, Inner, LayerKind, Operation, Submodule
 from megatron_lynx.runtime.executor import Executor
+from megatron_lynx.runtime.glue import GlueSite
 
-REGION_OF = {
-    "input_layernorm": "input_layernorm",
-    "self_attention.linear_qkv": "linear_qkv",
-    "self_attention.core_attention": "core_attention",
-    "self_attention.linear_proj": "linear_proj",
-    "pre_mlp_layernorm": "pre_mlp_layernorm",
-    "mlp.linear_fc1": "linear_fc1",
-    "mlp.linear_fc2": "linear_fc2",
-}
-"""Submodules that are regions. The glue between them and the two bias-dropout-adds complete
-``gpt.FORWARD_ORDER``; a test walks a real layer and compares."""
+Undo = Callable[[], None]
 
-BIAS_DROPOUT_ADDS = ("self_attn_bda", "mlp_bda")
-PARENTS = ("self_attention", "mlp")
+
+class Watcher(Protocol):
+    """What stands behind wrapped parts: ``active`` is told of each that runs, where it is set."""
+
+    active: Any
+
+    def run_layer(self, layer: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A layer runs."""
 
 
 def transformer_layers(chunks: Sequence[Any]) -> list[list[Any]]:
-    """The transformer layers of each model chunk, in order."""
-    return [[m for m in chunk.modules() if isinstance(m, TransformerLayer)] for chunk in chunks]
+    """The decoder layers of each model chunk, in order. Those of multi-token prediction are left alone."""
+    classes = {kind.layer_class for kind in KINDS.values()}
+    return [
+        [
+            module
+            for name, module in chunk.named_modules()
+            if any(base.__name__ in classes for base in type(module).__mro__) and "mtp" not in name.split(".")
+        ]
+        for chunk in chunks
+    ]
 
 
-def check_layer(layer: Any) -> None:
-    """Refuse a layer that is not a plain dense decoder layer of Megatron's local spec.
-
-    Raises:
-        ConfigError: says what it has instead.
-    """
-    where = f"layer {layer.layer_number - 1}"
-    if type(layer.self_attention) is not SelfAttention or type(layer.mlp) is not MLP:
-        raise ConfigError(
-            f"--recompute-method lynx: {where} has {type(layer.self_attention).__name__} and "
-            f"{type(layer.mlp).__name__}; it supports SelfAttention with a dense MLP"
-        )
-    if not isinstance(layer.cross_attention, (IdentityOp, IdentityFuncOp)):
-        raise ConfigError(f"--recompute-method lynx: {where} has cross attention; decoders work")
-    for norm in ("input_layernorm", "pre_mlp_layernorm"):
-        if isinstance(getattr(layer, norm), IdentityOp):
-            raise ConfigError(
-                f"--recompute-method lynx: {norm} of {where} is fused into the linear after it; "
-                "--transformer-impl local works"
-            )
-    for name in ("q_layernorm", "k_layernorm"):
-        if not isinstance(getattr(layer.self_attention, name, None), (IdentityOp, type(None))):
-            raise ConfigError(f"--recompute-method lynx does not support --qk-layernorm ({where})")
-    frozen = [n for n, p in layer.named_parameters() if not p.requires_grad]
-    if frozen:
-        raise ConfigError(f"--recompute-method lynx: {frozen[0]} of {where} is frozen; train all weights")
+def layer_index(layer: Any) -> int:
+    """The global index of a layer, from 0."""
+    return int(layer.layer_number) - 1
 
 
-def bind(chunks: Sequence[Any], executor: Executor) -> Callable[[], None]:
-    """Wrap every transformer layer; returns the function that takes the wraps off again.
+def owned_layers(chunks: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """Global indices of the layers of each model chunk."""
+    return tuple(tuple(map(layer_index, layers)) for layers in transformer_layers(chunks))
+
+
+def kind_of_layer(layer: Any) -> LayerKind:
+    """The kind of a real layer: the one whose parts it has."""
+    return min(KINDS.values(), key=lambda kind: len(unknown_parts(layer, kind)))
+
+
+def unknown_parts(layer: Any, kind: LayerKind) -> dict[str, str]:
+    """Submodules of ``kind`` that ``layer`` has not, or in which it has something that was not tested: the
+    part's name, and the name of the class that is there."""
+    found = {}
+    for part in kind.parts:
+        if isinstance(part, Submodule):
+            there = _class_at(layer, part.path)
+            if there not in part.classes:
+                found[part.name] = there
+    return found
+
+
+def _class_at(layer: Any, path: str) -> str:
+    """The name of the class of the submodule at ``path``; empty if there is none."""
+    try:
+        return type(layer.get_submodule(path)).__name__
+    except AttributeError:
+        return ""
+
+
+def bind(chunks: Sequence[Any], executor: Executor) -> Undo:
+    """Wrap what the executor's plan touches; returns the function that takes the wraps off again.
 
     Raises:
         ConfigError: a layer is not supported, or the layers are not those of the plan.
     """
-    by_chunk = transformer_layers(chunks)
-    indices = tuple(tuple(layer.layer_number - 1 for layer in layers) for layers in by_chunk)
-    if indices != executor.plan.chunks:
+    owned = owned_layers(chunks)
+    if owned != executor.plan.chunks:
         raise ConfigError(
             f"--lynx-plan gives stage {executor.plan.stage} the layers {executor.plan.chunks}, the model "
-            f"has {indices}; pass --pipeline-model-parallel-layout as the plan's second line says"
+            f"has {owned}; pass --pipeline-model-parallel-layout as the plan's second line says"
         )
-    for layers in by_chunk:
-        for layer in layers:
-            check_layer(layer)
-    undos: list[Callable[[], None]] = []
-    for layers in by_chunk:
-        for layer in layers:
-            undos += _wrap_layer(layer, executor)
+    undos: list[Undo] = []
+    for layer in (layer for layers in transformer_layers(chunks) for layer in layers):
+        index, kind = layer_index(layer), kind_of_layer(layer)
+        if not executor.watches(index):
+            continue
+        program = executor.programs[index]
+        executor.sites[index] = {
+            part.name: _site(layer, part, kind, executor)
+            for part in kind.parts
+            if isinstance(part, Glue) and part.name in program.steps and program.steps[part.name].again
+        }
+        wanted = {n for n in kind.names if n in program.steps or executor.hears(n)}
+        undos += wrap_layer(layer, kind, executor, wanted | program.parents)
+    return _all(undos)
 
+
+def bind_everything(chunks: Sequence[Any], watcher: Watcher) -> Undo:
+    """Wrap every part of every layer, for whoever measures; returns what takes the wraps off."""
+    undos: list[Undo] = []
+    for layer in (layer for layers in transformer_layers(chunks) for layer in layers):
+        kind = kind_of_layer(layer)
+        parents = {part.parent for part in kind.parts if isinstance(part, Glue)}
+        undos += wrap_layer(layer, kind, watcher, {*kind.names, *parents})
+    return _all(undos)
+
+
+def _all(undos: Sequence[Undo]) -> Undo:
     def undo() -> None:
         for one in reversed(undos):
             one()
@@ -94,27 +125,66 @@ def bind(chunks: Sequence[Any], executor: Executor) -> Callable[[], None]:
     return undo
 
 
-def _wrap_layer(layer: Any, executor: Executor) -> list[Callable[[], None]]:
-    index, forward = layer.layer_number - 1, layer.forward
+def wrap_layer(layer: Any, kind: LayerKind, watcher: Watcher, wanted: set[str]) -> list[Undo]:
+    """Wrap a layer and those of its parts and parents (by path) that are ``wanted``."""
+    index, forward = layer_index(layer), layer.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not layer.training:
             return forward(*args, **kwargs)
-        return executor.run_layer(index, forward, args, kwargs)
+        return watcher.run_layer(index, forward, args, kwargs)
 
     undos = [_set(layer, "forward", run)]
-    for parent in PARENTS:
-        module = layer.get_submodule(parent)
-        undos.append(_set(module, "forward", _parent(parent, module.forward, executor)))
-    for path, region in REGION_OF.items():
+    for path in sorted({p.parent for p in kind.parts if isinstance(p, Glue)} & wanted):
         module = layer.get_submodule(path)
-        undos.append(_set(module, "forward", _region(region, module.forward, executor)))
-    for name in BIAS_DROPOUT_ADDS:
-        undos.append(_set(layer, name, _bias_dropout_add(name, getattr(layer, name), executor)))
+        undos.append(_set(module, "forward", _parent(path, module.forward, watcher)))
+    for part in kind.parts:
+        if part.name not in wanted:
+            continue
+        if isinstance(part, Submodule):
+            module = layer.get_submodule(part.path)
+            undos.append(_set(module, "forward", watched(part.name, module.forward, watcher)))
+        elif isinstance(part, Operation):
+            factory = getattr(layer, part.attribute)
+            undos.append(_set(layer, part.attribute, _operation(part.name, factory, watcher)))
     return undos
 
 
-def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
+def inner_functions() -> dict[str, dict[str, str]]:
+    """Functions that run inside parts of some kind: dotted path -> part that it runs inside -> its name."""
+    found: dict[str, dict[str, str]] = {}
+    for kind in KINDS.values():
+        for part in kind.parts:
+            if isinstance(part, Inner):
+                found.setdefault(part.function, {})[part.inside] = part.name
+    return found
+
+
+def _site(layer: Any, glue: Glue, kind: LayerKind, executor: Executor) -> GlueSite:
+    """Where ``glue`` of ``layer`` runs again, before anything of the layer is wrapped."""
+    parent = layer.get_submodule(glue.parent)
+    last = kind.names.index(glue.before)
+    parts = [
+        p
+        for p in kind.parts[: last + 1]
+        if isinstance(p, Submodule) and p.path.rpartition(".")[0] == glue.parent
+    ]
+    submodules = {p.name: (p.path.rpartition(".")[2], layer.get_submodule(p.path)) for p in parts}
+    return GlueSite(glue, parent, parent.forward, submodules, executor, without_ranges)
+
+
+@contextlib.contextmanager
+def without_ranges() -> Iterator[None]:
+    """Inside, Megatron opens no ranges for profilers: a replay may leave its code in the middle of one."""
+    before = megatron_utils._nvtx_enabled
+    megatron_utils._nvtx_enabled = False
+    try:
+        yield
+    finally:
+        megatron_utils._nvtx_enabled = before
+
+
+def _set(owner: Any, name: str, value: Any) -> Undo:
     """Shadow an attribute on the instance; returns the function that uncovers it."""
     shadowed = owner.__dict__.get(name)
     object.__setattr__(owner, name, value)
@@ -128,26 +198,28 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return undo
 
 
-def _parent(name: str, forward: Callable[..., Any], executor: Executor) -> Callable[..., Any]:
+def _parent(name: str, forward: Callable[..., Any], watcher: Watcher) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        active = executor.active
+        active = watcher.active
         return forward(*args, **kwargs) if active is None else active.parent(name, forward, args, kwargs)
 
     return run
 
 
-def _region(name: str, forward: Callable[..., Any], executor: Executor) -> Callable[..., Any]:
+def watched(name: str, forward: Callable[..., Any], watcher: Watcher) -> Callable[..., Any]:
+    """``forward``, of which the watcher's ``active`` is told under ``name``."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        active = executor.active
+        active = watcher.active
         return forward(*args, **kwargs) if active is None else active.record(name, forward, args, kwargs)
 
     return run
 
 
-def _bias_dropout_add(name: str, factory: Callable[..., Any], executor: Executor) -> Callable[..., Any]:
+def _operation(name: str, factory: Callable[..., Any], watcher: Watcher) -> Callable[..., Any]:
     """``layer.self_attn_bda`` is a factory: called with (training, fused) it returns the operation."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        return _region(name, factory(*args, **kwargs), executor)
+        return watched(name, factory(*args, **kwargs), watcher)
 
     return make

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_lynx.integration.binding import bind, transformer_layers
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.graph import LayerGraph
+from megatron_lynx.integration.binding import bind, kind_of_layer, transformer_layers
 from megatron_lynx.integration.windows import Hooks, in_step
-from megatron_lynx.layers.local import backward_slots, forward_slots
 from megatron_lynx.plan import StagePlan
 from megatron_lynx.runtime.executor import Executor
+from megatron_lynx.runtime.program import stage_programs
 from megatron_lynx.runtime.record import StepRecord
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.schedule import actions
@@ -27,10 +30,12 @@ class Session:
         plan: of this pipeline rank.
         parallel: the job's parallel sizes.
         chunks: this rank's model chunks, before or after they are wrapped in DDP.
-        count_kept: let layers that drop nothing count what they keep too, for reports.
+        graph: of the model's layers, by which the plan was made.
+        count_kept: count what each layer keeps, in its first microbatch, for reports.
 
     Raises:
-        ConfigError: a layer is not supported, or the layers are not those of the plan.
+        ConfigError: a layer is not supported, the layers are not those of the plan, or another session
+            is open.
     """
 
     def __init__(
@@ -39,30 +44,20 @@ class Session:
         plan: StagePlan,
         parallel: Parallel,
         chunks: Sequence[Any],
+        graph: LayerGraph,
         *,
         count_kept: bool = False,
     ) -> None:
-        layers = [layer for chunk in transformer_layers(chunks) for layer in chunk]
-        self.config = layers[0].config
-        device = next(layers[0].parameters()).device
+        if hooks.executor is not None:
+            raise ConfigError(
+                "--recompute-method lynx is bound to another model already; close that one first"
+            )
         self.on_step: Callable[[StepRecord], None] | None = None
         self._hooks = hooks
         self._parallel = parallel
-        # The group that the layers communicate over, whatever global state says.
-        group = layers[0].self_attention.linear_proj.tp_group
-        self.executor = Executor(
-            plan,
-            rng=RandomSource(get_cuda_rng_tracker, device),
-            device=device,
-            group=group,
-            forward_slots=forward_slots(parallel),
-            backward_slots=backward_slots(parallel),
-            draws=drawing_regions(self.config),
-            communicates=frozenset(forward_slots(parallel)),
-            count_kept=count_kept,
-        )
+        self.executor = _executor(plan, parallel, chunks, graph, count_kept)
         self._unbind = bind(chunks, self.executor)
-        hooks.executor = self.executor
+        hooks.executor = hooks.watcher = self.executor
 
     def wrap_schedule(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
         """A schedule of Megatron's (``get_forward_backward_func()``) that runs as steps of this."""
@@ -83,16 +78,27 @@ class Session:
 
     def close(self) -> None:
         """Give the model and Megatron back as they were."""
-        self._hooks.executor = None
+        self._hooks.executor = self._hooks.watcher = None
         self.executor.clear()
         self._unbind()
 
 
-def drawing_regions(config: Any) -> frozenset[str]:
-    """Regions of a layer that use random state, by Megatron's config."""
-    draws: set[str] = set()
-    if config.attention_dropout:
-        draws.add("core_attention")
-    if config.hidden_dropout:
-        draws |= {"self_attn_bda", "mlp_bda"}
-    return frozenset(draws)
+def _executor(
+    plan: StagePlan, parallel: Parallel, chunks: Sequence[Any], graph: LayerGraph, count_kept: bool
+) -> Executor:
+    """The executor of a plan; a stage without layers has one that has nothing to do."""
+    layers = [layer for chunk in transformer_layers(chunks) for layer in chunk]
+    parameter = next((p for chunk in chunks for p in chunk.parameters()), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    kind = kind_of_layer(layers[0]) if layers else None
+    return Executor(
+        plan,
+        stage_programs(kind, graph, plan) if kind else {},
+        rng=RandomSource(get_cuda_rng_tracker, device),
+        device=device,
+        # The group that the layers communicate over, whatever global state says.
+        group=layers[0].tp_group if layers else None,
+        forward_slots=kind.forward_slots(parallel) if kind else (),
+        backward_slots=kind.backward_slots(parallel) if kind else (),
+        count_kept=count_kept,
+    )

@@ -62,8 +62,9 @@ class Trainer:
         asked = _asked(args, chunks)
         plan, table = _plan(args, asked, chunks)
         stage = plan.stages[parallel_state.get_pipeline_model_parallel_rank()]
+        graph = layer_graph(asked.model, asked.parallel, asked.batch)
         self.session = Session(
-            self.hooks, stage, parallel_of(args), chunks, count_kept=bool(args.lynx_report)
+            self.hooks, stage, parallel_of(args), chunks, graph, count_kept=bool(args.lynx_report)
         )
         if args.lynx_report:
             folder, rank = Path(args.lynx_report), torch.distributed.get_rank()

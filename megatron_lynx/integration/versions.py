@@ -40,6 +40,7 @@ _P2P = (
 )
 _GATHER = ("output_tensor", "input_tensor", "group", "async_op")
 _SCATTER = ("output", "input", "op", "group", "async_op")
+_LAYERS = "megatron.core.tensor_parallel.layers"
 _PARSE = ("extra_args_provider", "ignore_unknown_args")
 _VALIDATE = ("args", "defaults")
 
@@ -65,6 +66,9 @@ NAMES: dict[str, Name] = {
     "megatron.core.tensor_parallel.mappings.dist_reduce_scatter_func": _always(_SCATTER),
     "megatron.core.tensor_parallel.layers.dist_all_gather_func": _always(_GATHER),
     "megatron.core.tensor_parallel.layers.dist_reduce_scatter_func": _always(_SCATTER),
+    "torch.distributed.all_gather_into_tensor": _always(_GATHER),
+    "torch.distributed.reduce_scatter_tensor": _always(_SCATTER),
+    f"{_LAYERS}.LinearWithGradAccumulationAndAsyncCommunication": _always(("args", "kwargs")),
     "megatron.core.pipeline_parallel.p2p_communication._batched_p2p_ops": _always(_P2P),
     "megatron.core.pipeline_parallel.p2p_communication._p2p_ops": _always(_P2P),
     "megatron.training.training.setup_model_and_optimizer": Name(

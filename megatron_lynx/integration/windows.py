@@ -6,7 +6,7 @@ the executor work, then waits: on the same stream, in the same order on every ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_lynx.plan import Window
@@ -14,10 +14,14 @@ from megatron_lynx.runtime.executor import Executor
 
 
 class Hooks:
-    """What the replaced functions look at: the executor, or None while no plan is bound."""
+    """What the replaced functions look at: the executor, or None while no plan is bound.
+
+    ``watcher`` is the executor, or whoever else watches the parts of layers (``binding.Watcher``).
+    """
 
     def __init__(self) -> None:
         self.executor: Executor | None = None
+        self.watcher: Any = None
 
 
 class WindowWork:
@@ -60,6 +64,22 @@ def windowed_collective(original: Callable[..., Any], hooks: Hooks) -> Callable[
         return None
 
     return collective
+
+
+def watched_inside(names: Mapping[str, str]) -> Callable[..., Any]:
+    """How a function is replaced that runs inside parts of a layer: ``names`` has, by the part that it runs
+    inside of, the name of what it is there."""
+
+    def replace(original: Callable[..., Any], hooks: Hooks) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            active = None if hooks.watcher is None else hooks.watcher.active
+            if active is None or active.region not in names:
+                return original(*args, **kwargs)
+            return active.record(names[active.region], original, args, kwargs)
+
+        return run
+
+    return replace
 
 
 def windowed_batched_p2p(original: Callable[..., Any], hooks: Hooks) -> Callable[..., Any]:

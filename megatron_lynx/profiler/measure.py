@@ -82,7 +82,8 @@ class RegionTimer:
 
     ``glue_before`` maps a region to the glue that runs since the region before it ended. In the
     backward pass a region has its time from the moment when the gradient of its output arrives to
-    the moment when that of the region before it does.
+    the moment when that of the region before it does. What runs inside a region (``region`` is the one
+    that runs) has its own time forward, and shares the outer one's backward.
     """
 
     def __init__(self, glue_before: Mapping[str, str]) -> None:
@@ -90,7 +91,9 @@ class RegionTimer:
         self._forward: dict[str, list[int]] = defaultdict(list)
         self._backward: dict[str, list[int]] = defaultdict(list)
         self._ended_ns = 0
+        self._inner_ns = 0
         self._region, self._since_ns = "", 0
+        self.region = ""
 
     def parent(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A parent module runs: nothing to time."""
@@ -101,14 +104,17 @@ class RegionTimer:
         glue = self._glue_before.get(name)
         if glue is not None:
             args, kwargs = self._marked(args, glue), self._marked(kwargs, glue)
+        outer, self.region = self.region, name
         synchronize()
         start = time.perf_counter_ns()
         if glue is not None:
             self._forward[glue].append(start - self._ended_ns)
+        self._inner_ns = 0
         out = call(*args, **kwargs)
         synchronize()
         end = time.perf_counter_ns()
-        self._forward[name].append(end - start)
+        self._forward[name].append(end - start - self._inner_ns)
+        self._inner_ns, self.region = end - start, outer
         out = self._marked(out, name)
         self._ended_ns = time.perf_counter_ns()
         return out

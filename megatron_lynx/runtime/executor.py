@@ -6,22 +6,25 @@ rebuilds what the plan assigns to a window when that window opens. It decides no
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megatron_lynx.graph import INPUT
 from megatron_lynx.plan import StagePlan, Window
+from megatron_lynx.runtime.census import Census
 from megatron_lynx.runtime.clock import HostClock
+from megatron_lynx.runtime.glue import GlueSite
+from megatron_lynx.runtime.program import LayerProgram
 from megatron_lynx.runtime.record import StepRecord
 from megatron_lynx.runtime.rng import RandomSource
-from megatron_lynx.runtime.storage import TapeStorage
-from megatron_lynx.runtime.tape import LayerTape, TapePlan
+from megatron_lynx.runtime.tape import Known, LayerTape
 from megatron_lynx.schedule import Action, next_backward, serves
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -32,29 +35,11 @@ class Microbatch:
     tapes: dict[int, LayerTape] = field(default_factory=dict)
     forward_done: bool = False
     backward_begun: bool = False
-    carried: TapeStorage | None = None
+    carried: Known | None = None
 
-
-class KeptLayer:
-    """A layer that keeps everything: it has no tape, and only tells which region runs."""
-
-    __slots__ = ("layer", "region")
-
-    def __init__(self, layer: int) -> None:
-        self.layer = layer
-        self.region = ""
-
-    def parent(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A parent module runs."""
-        return call(*args, **kwargs)
-
-    def record(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A region runs."""
-        self.region = name
-        try:
-            return call(*args, **kwargs)
-        finally:
-            self.region = ""
+    def is_gone(self) -> bool:
+        """Whether no backward will come: what its tapes hold is wanted by nobody."""
+        return self.forward_done and bool(self.tapes) and all(tape.is_over() for tape in self.tapes.values())
 
 
 class Executor:
@@ -62,29 +47,29 @@ class Executor:
 
     Args:
         plan: what to drop and where to rebuild it.
+        programs: the same for each layer, as its tapes carry it out.
         rng: random state, Megatron's tracker included.
         device: where the layers run.
         group: the layers' tensor-parallel process group; only its collectives open windows.
-        forward_slots, backward_slots: names of a layer's collectives (``gpt``).
-        draws: regions that use random state in this model.
-        communicates: regions that issue collectives.
-        count_kept: count kept bytes of layers that drop nothing too; such layers need no tape else.
+        forward_slots, backward_slots: names of a layer's collectives (``LayerKind``).
+        count_kept: count what each layer keeps, in its first microbatch.
     """
 
     def __init__(
         self,
         plan: StagePlan,
+        programs: Mapping[int, LayerProgram],
         *,
         rng: RandomSource,
         device: torch.device,
         group: Any,
         forward_slots: Sequence[str],
         backward_slots: Sequence[str],
-        draws: frozenset[str] = frozenset(),
-        communicates: frozenset[str] = frozenset(),
         count_kept: bool = False,
     ) -> None:
         self.plan = plan
+        self.programs = programs
+        self.sites: dict[int, dict[str, GlueSite]] = {}
         self.rng = rng
         self.device = device
         self.group = group
@@ -99,14 +84,42 @@ class Executor:
         self._place = {
             layer: (chunk, i) for chunk, ids in enumerate(plan.chunks) for i, layer in enumerate(ids)
         }
-        self._tape_plans = _tape_plans(plan, draws, communicates)
-        self._kept: set[int] = set() if count_kept else _kept_layers(plan, self._tape_plans)
+        self._listening = {ids[-1] for ids in plan.chunks if ids}
+        self._listening |= {window.layer for window in self._due if window.kind == "bwd"}
+        self._uncounted: set[int] = set(self._place) if count_kept else set()
+        self._kept_bytes: dict[int, int] = {}
         self._pending: dict[int, deque[Microbatch]] = {c: deque() for c in range(len(plan.chunks))}
         self._backward: tuple[int, Microbatch] | None = None
         self._collectives = 0
         self._replaying = 0
         self._where: Window | None = None
-        self._replay: tuple[Any, Any] = (0, 0)
+
+    @property
+    def hooking(self) -> bool:
+        """Whether saved tensors pass through a tape just now."""
+        return isinstance(self.active, LayerTape) and self.active.hooking
+
+    def is_idle(self) -> bool:
+        """Whether the plan asks for nothing on this stage."""
+        return not any(program.steps for program in self.programs.values())
+
+    def watches(self, layer: int) -> bool:
+        """Whether anything must be known of ``layer``'s passes: it drops something, it is an end of its
+        chunk, which tells where the schedule stands, or one of its collectives is a window that is used.
+
+        What a layer keeps is counted in its first microbatch, so then it is watched too.
+        """
+        if layer in self._uncounted:
+            return True
+        if self.is_idle():
+            return False
+        ends = self._place[layer][1] == 0 or layer in self._listening
+        forward = any(window.kind == "fwd" for window in self._due)
+        return ends or forward or bool(self.programs[layer].steps)
+
+    def hears(self, region: str) -> bool:
+        """Whether it must be known that ``region`` runs: its collective is a window that is used."""
+        return region in self.forward_slots and any(window.kind == "fwd" for window in self._due)
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -117,22 +130,22 @@ class Executor:
         counts as the next to run backward, which is right for 1F1B.
         """
         self.clear()
-        self._actions = tuple(actions)
-        self.record = StepRecord()
+        self._actions = tuple(action for action in actions if self.plan.chunks[action.chunk])
+        self.record = StepRecord(kept_bytes=dict(self._kept_bytes))
 
     def clear(self) -> None:
-        """Let go of every tape, finished or not."""
+        """Forget every microbatch. What a graph still holds stays, and can be rebuilt on demand."""
         for queue in self._pending.values():
-            for microbatch in queue:
-                for tape in microbatch.tapes.values():
-                    tape.clear()
             queue.clear()
         self._position = -1
-        self._backward = self.active = None
+        self._backward = self.active = self._where = None
 
     def open_tapes(self) -> list[LayerTape]:
-        """Tapes that still wait for their backward."""
-        return [tape for queue in self._pending.values() for mb in queue for tape in mb.tapes.values()]
+        """Tapes of which something is still wanted."""
+        waiting = [mb for queue in self._pending.values() for mb in queue]
+        if self._backward is not None:
+            waiting.append(self._backward[1])
+        return [tape for mb in waiting for tape in mb.tapes.values() if not tape.is_over()]
 
     # --- layers --------------------------------------------------------------------------------
 
@@ -148,77 +161,63 @@ class Executor:
             return forward(*args, **kwargs)
         microbatch = self._microbatch_of(layer)
         self._backward = None
-        if layer in self._kept:
-            out = self._run_active(KeptLayer(layer), forward, args, kwargs)
-        else:
-            out = self._run_taped(layer, microbatch, forward, args, kwargs)
+        tape = LayerTape(self.programs[layer], self.sites.get(layer, {}), self)
+        if tape.program.steps:
+            microbatch.tapes[layer] = tape
+        hidden = args[0] if args else kwargs["hidden_states"]
+        others = (args[1:], {k: v for k, v in kwargs.items() if v is not hidden})
+        previous, self.active = self.active, tape
+        try:
+            run = Census(tape).counting if layer in self._uncounted else tape.run
+            out, passed = run(lambda: forward(*args, **kwargs), hidden, others, microbatch.carried)
+        finally:
+            self.active = previous
+        if layer in self._uncounted:
+            self._count(tape)
+        microbatch.carried = passed
         if layer == self.plan.chunks[microbatch.chunk][-1]:
             microbatch.forward_done = True
             microbatch.carried = None
         output = out[0] if isinstance(out, tuple) else out
-        if output.requires_grad:
+        if layer in self._listening and output.requires_grad:
             output.register_hook(lambda _: self._begin_backward(layer, microbatch))
         return out
 
-    def _run_taped(
-        self,
-        layer: int,
-        microbatch: Microbatch,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        tape = LayerTape(self._tape_plans[layer], self)
-        hidden = args[0] if args else kwargs["hidden_states"]
-        others = {k: v for k, v in kwargs.items() if v is not hidden}
-        tape.begin(hidden, (args[1:], others), microbatch.carried)
-        microbatch.tapes[layer] = tape
-        with torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack):
-            out = self._run_active(tape, forward, args, kwargs)
-        tape.end(out[0] if isinstance(out, tuple) else out)
-        microbatch.carried = tape.output
-        self.record.kept_bytes[layer] = tape.held_bytes()
-        return out
-
-    def _run_active(
-        self, active: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        previous, self.active = self.active, active
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self.active = previous
+    def _count(self, tape: LayerTape) -> None:
+        """Note what a layer keeps, once."""
+        self._uncounted.discard(tape.layer)
+        self._kept_bytes[tape.layer] = self.record.kept_bytes[tape.layer] = tape.kept_bytes
 
     def _microbatch_of(self, layer: int) -> Microbatch:
         chunk, place = self._place[layer]
-        if place == 0:
+        queue = self._pending[chunk]
+        if place == 0 or not queue or queue[-1].forward_done:
             self._advance("F", chunk)
-            self._pending[chunk].append(Microbatch(chunk))
-        return self._pending[chunk][-1]
+            while queue and queue[0].is_gone():
+                queue.popleft()
+            queue.append(Microbatch(chunk))
+        return queue[-1]
 
     def _advance(self, kind: str, chunk: int) -> None:
+        """The schedule has come to its next action. Where the passes that run are not those of the
+        schedule (a second forward in one step function), the oldest microbatch counts as the next."""
         self._position += 1
         if self._position < len(self._actions):
             planned = self._actions[self._position]
-            assert (planned.kind, planned.chunk) == (kind, chunk), f"{kind}.{chunk} ran, not {planned}"
+            if (planned.kind, planned.chunk) != (kind, chunk):
+                _log.warning(
+                    "lynx: %s of chunk %d ran where the schedule has %s; windows serve the oldest microbatch "
+                    "for the rest of this step", kind, chunk, planned,
+                )  # fmt: skip
+                self._actions = ()
 
     def _begin_backward(self, layer: int, microbatch: Microbatch) -> None:
         if not microbatch.backward_begun:
             microbatch.backward_begun = True
             self._advance("B", microbatch.chunk)
-            if not microbatch.tapes:  # all its layers keep everything: no tape will say that it is over
+            if microbatch in self._pending[microbatch.chunk]:
                 self._pending[microbatch.chunk].remove(microbatch)
         self._backward, self._collectives = (layer, microbatch), 0
-
-    def finished(self, tape: LayerTape) -> None:
-        """A tape has been unpacked to its end."""
-        for queue in self._pending.values():
-            for microbatch in queue:
-                if microbatch.tapes.get(tape.plan.layer) is tape:
-                    del microbatch.tapes[tape.plan.layer]
-                    if microbatch.forward_done and not microbatch.tapes:
-                        queue.remove(microbatch)
-                    return
 
     # --- windows -------------------------------------------------------------------------------
 
@@ -230,7 +229,7 @@ class Executor:
         """
         if self._replaying or group is not self.group:
             return None
-        if isinstance(self.active, (LayerTape, KeptLayer)):
+        if isinstance(self.active, LayerTape):
             region = self.active.region
             return Window("fwd", self.active.layer, region) if region in self.forward_slots else None
         if self._backward is None:
@@ -256,11 +255,13 @@ class Executor:
             return False
         previous, self._where = self._where, window
         before = self.record.rebuilt_storages[window.kind]
-        for layer, label in due:
-            tape = target.tapes.get(layer)
-            if tape is not None:
-                tape.rebuild_label(label)
-        self._where = previous
+        try:
+            for layer, label in due:
+                tape = target.tapes.get(layer)
+                if tape is not None:
+                    tape.rebuild_label(label)
+        finally:
+            self._where = previous
         return self.record.rebuilt_storages[window.kind] > before
 
     def pass_window(self, window: Window, wait: Callable[[], Any]) -> Any:
@@ -316,53 +317,26 @@ class Executor:
 
     def _first_waiting(self, chunk: int) -> Microbatch | None:
         """The oldest microbatch of ``chunk`` whose forward is over and whose backward is to come."""
-        for microbatch in self._pending[chunk]:
-            if not microbatch.backward_begun:
-                return microbatch if microbatch.forward_done else None
-        return None
+        queue = self._pending[chunk]
+        while queue and queue[0].is_gone():
+            queue.popleft()
+        return queue[0] if queue and queue[0].forward_done else None
 
     # --- the tapes' host -----------------------------------------------------------------------
 
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Inside, collectives are plain and open no windows."""
+    def begin_replay(self, replay: Any) -> Any:
+        """Collectives are plain and open no windows until it is over; it answers the layer's parts."""
+        previous, self.active = self.active, replay
         self._replaying += 1
-        timed = self._where is None  # work in a window is timed as a whole
-        start = self.clock.mark() if timed else 0
-        try:
-            yield
-        finally:
-            self._replaying -= 1
-            self._replay = (start, self.clock.mark() if timed else 0)
+        # Work in a window is timed as a whole.
+        return previous, self.clock.mark() if self._where is None else None
 
-    def rebuilt(self, tape: LayerTape, storages: int, size_bytes: int) -> None:
-        """A replay gave memory back to ``storages`` storages."""
+    def end_replay(self, began: Any, layer: int, storages: int, size_bytes: int) -> None:
+        """A replay of ``layer`` gave memory back to ``storages`` storages."""
+        self.active, start = began
+        self._replaying -= 1
         self.record.rebuilt(self._where, storages, size_bytes)
         if self._where is None:
-            one = self.record.demand[tape.plan.layer]
+            one = self.record.demand[layer]
             one.replays += 1
-            self.clock.span(*self._replay, one.took)
-
-
-def _kept_layers(plan: StagePlan, tapes: dict[int, TapePlan]) -> set[int]:
-    """Layers of which nothing is dropped, their input and the end of the layer included."""
-    return {layer.layer for layer in plan.layers if not layer.dropped and not tapes[layer.layer].dropped}
-
-
-def _tape_plans(plan: StagePlan, draws: frozenset[str], communicates: frozenset[str]) -> dict[int, TapePlan]:
-    """What each layer's tape must know.
-
-    Where a layer's input is dropped, the end of the layer before it has to run again: its
-    bias-dropout-add and what that reads count as dropped.
-    """
-    found = {}
-    for ids in plan.chunks:
-        for layer, following in zip(ids, (*ids[1:], None), strict=True):
-            dropped = plan.layer(layer).dropped - {INPUT}
-            if following is not None and INPUT in plan.layer(following).dropped:
-                dropped |= {"mlp_bda", "linear_fc2"}
-            windows = frozenset(n for n, c in plan.layer(layer).choices if isinstance(c, Window))
-            found[layer] = TapePlan(
-                layer=layer, dropped=dropped, draws=draws, communicates=communicates, windows=windows
-            )
-    return found
+            self.clock.span(start, self.clock.mark(), one.took)

@@ -1,25 +1,25 @@
-"""RegionRun: one run of a region in a forward pass, and how to run it again.
+"""RegionRun: one run of a part of a layer in a forward pass, and how to run it again.
 
-Two kinds of region exist. A *call* is a submodule (or a bias-dropout-add): it is run again by
-calling the same code with the same arguments. *Glue* is what a parent module does between two
-submodules: it is run again by calling the parent's own forward with the submodule before it
-answering from memory and the submodule after it ending the replay.
+Two ways exist. A *call* is run again by calling the same code, below module hooks, with the same
+arguments. *Glue* is what a parent module does between two submodules: the parent's forward is called with
+the submodules before answering from memory and the one after it ending the replay.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
+from weakref import ref
 
 import torch
 
 from megatron_lynx.errors import TapeError
+from megatron_lynx.layers.kind import Glue
+from megatron_lynx.runtime.program import Step
 from megatron_lynx.runtime.rng import RandomSource, RandomState
 from megatron_lynx.runtime.storage import SavedTensor, TapeStorage
 
-MASK_LABEL = {"self_attn_bda": "self_attn_dropout", "mlp_bda": "mlp_dropout"}
-"""What a bias-dropout-add saves inside it is its mask, planned under a name of its own."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ReplayDone(Exception):  # noqa: N818 - a signal, not an error
@@ -42,140 +42,242 @@ def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """``value`` with every leaf of type ``kind`` in nested tuples, lists and dicts changed."""
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_leaves(item, kind, change) for item in value)
-    if isinstance(value, dict):
-        return {key: map_leaves(item, kind, change) for key, item in value.items()}
+    made = type(value)
+    if made is tuple:
+        return tuple([map_leaves(item, kind, change) for item in value])
+    if made is dict:
+        return {key: map_leaves(item, kind, change) for key, item in value.items()} if value else value
+    if isinstance(value, tuple):
+        parts = [map_leaves(item, kind, change) for item in value]
+        return made(*parts) if hasattr(value, "_fields") else made(parts)
+    if isinstance(value, (list, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        mapped = [(key, map_leaves(item, kind, change)) for key, item in items]
+        return made(mapped) if isinstance(value, dict) else made([item for _, item in mapped])
     return value
 
 
+def is_weight(tensor: torch.Tensor) -> bool:
+    """A parameter or a view of one: its memory is the model's, not the layer's."""
+    if type(tensor) is torch.nn.Parameter:
+        return True
+    base = tensor._base
+    return base is not None and isinstance(base, torch.nn.Parameter)
+
+
+set_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+unset_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+"""What ``saved_tensors_hooks`` calls; its object would hold the tape, and the tape it."""
+
+
+class Host(Protocol):
+    """What a run needs of the executor."""
+
+    rng: RandomSource
+    device: torch.device
+    active: Any
+
+    def begin_replay(self, replay: Any) -> Any:
+        """From here to ``end_replay`` collectives are plain, windows stay shut and ``active`` is ``replay``;
+        returns what ``end_replay`` takes."""
+
+    def end_replay(self, began: Any, layer: int, storages: int, size_bytes: int) -> None:
+        """A replay is over, which gave so much memory back."""
+
+
 class RegionRun:
-    """One run of region ``name`` by one tape.
+    """One run of a part.
 
     Attributes:
-        call: the region's own code; for glue, the parent's forward (set by the tape).
-        arguments: ``(args, kwargs)`` with every tensor of the layer as a SavedTensor.
-        reads: storages behind the arguments.
-        packs: the storage of each tensor saved while it ran, None for weights and the like.
-        outputs: SavedTensors and other values in the order in which they left the region.
-        source, sink: for glue, the submodules before and after it.
+        call: runs it again on its arguments; for glue, a ``GlueSite``.
+        arguments: ``(args, kwargs)``; tensors as SavedTensors where they are dropped, detached where they
+            are kept.
+        reads: the absent storages behind the arguments.
+        answers: results of the parts that are answered from memory, in the form of ``arguments``.
+        saved, passed: what it made and the plan drops, by ordinal of the save and by place among the
+            tensors that it passed on. A storage that nobody wants any more is gone.
+        packs: how many tensors autograd saved while it ran.
     """
 
-    def __init__(self, name: str, call: Callable[..., Any], communicates: bool) -> None:
-        self.name = name
+    __slots__ = (
+        "__weakref__", "answers", "arguments", "call", "host", "layer", "packs", "passed", "random", "reads",
+        "saved", "step", "windows",
+    )  # fmt: skip
+
+    def __init__(
+        self, step: Step, layer: int, windows: frozenset[str], call: Callable[..., Any], host: Host
+    ) -> None:
+        self.step = step
+        self.layer = layer
+        self.windows = windows
         self.call = call
-        self.communicates = communicates
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        self.random: RandomState | None = None
+        self.host = host
+        self.arguments: Arguments = ((), {})
         self.reads: tuple[TapeStorage, ...] = ()
-        self.produced: list[TapeStorage] = []
-        self.packs: list[TapeStorage | None] = []
-        self.outputs: Any = None
-        self.source: RegionRun | None = None
-        self.sink = ""
+        self.answers: dict[str, Any] = {}
+        self.random: RandomState | None = None
+        self.saved: list[tuple[int, ref[TapeStorage]]] = []
+        self.passed: list[tuple[int, ref[TapeStorage]]] = []
+        self.packs = 0
 
-    @property
-    def inner_label(self) -> str:
-        """The plan's name of what is saved inside this region."""
-        return MASK_LABEL.get(self.name, self.name)
-
-    def wanted(self) -> bool:
-        """Whether it must still run again with its inputs: what it makes of them is absent and
-        wanted. A mask does not count, since it needs no input."""
-        mask = MASK_LABEL.get(self.name)
-        return any(s.data is None and s.label != mask and s.wanted() for s in self.produced)
+    def make(self, label: str, storage: torch.UntypedStorage) -> TapeStorage:
+        """A storage that this run made and the plan drops."""
+        return TapeStorage(label, self, storage.nbytes())
 
     def missing(self, labels: Iterable[str] | None = None) -> set[TapeStorage]:
-        """Storages that this region makes, that are absent and wanted."""
+        """Storages that this run made, that are absent and that somebody wants: of ``labels``, or of all."""
+        alive = (storage() for _, storage in (*self.saved, *self.passed))
         return {
-            s
-            for s in self.produced
-            if s.data is None and s.wanted() and (labels is None or s.label in labels)
+            s for s in alive if s is not None and s.data is None and (labels is None or s.label in labels)
         }
 
-    def is_hollow(self, wanted: set[TapeStorage]) -> bool:
+    def is_hollow(self, wanted: Iterable[TapeStorage]) -> bool:
         """Whether ``wanted`` are masks alone, which depend on no input (design, rule 3.5)."""
-        return self.name in MASK_LABEL and all(s.label == self.inner_label for s in wanted)
+        mask = self.step.label
+        return mask != self.step.name and all(storage.label == mask for storage in wanted)
+
+    def is_quiet(self) -> bool:
+        """Whether running it again, with all that must run before it, issues no collective."""
+        return not self.step.communicates and all(
+            storage.data is not None or (isinstance(storage.maker, RegionRun) and storage.maker.is_quiet())
+            for storage in self.reads
+        )
+
+    def rebuild_for(self, storage: TapeStorage) -> None:
+        """Run again on demand: for ``storage`` and all else that is wanted and no window is to rebuild."""
+        on_the_side = {s for s in self.missing() if s.label not in self.windows}
+        self.rebuild(on_the_side | {storage})
+
+    def rebuild(self, wanted: set[TapeStorage]) -> None:
+        """Run again until ``wanted`` is there; what it reads is rebuilt first, unless it needs none."""
+        if not wanted:
+            return
+        hollow = self.host.device if self.is_hollow(wanted) else None
+        if hollow is None:
+            for storage in self.reads:
+                if storage.data is None and storage.maker is not None:
+                    storage.maker.rebuild_for(storage)
+        count, size = len(wanted), sum(storage.size_bytes for storage in wanted)
+        replay = Replay(self, wanted)
+        began = self.host.begin_replay(replay)
+        try:
+            replay.execute(hollow)
+        finally:
+            self.host.end_replay(began, self.layer, count, size)
+
+    def held(self) -> Iterator[torch.UntypedStorage]:
+        """The memory that it holds, and what of its own is there already."""
+        for tensor in (*flatten(self.arguments), *flatten(self.answers)):
+            if not is_weight(tensor):
+                yield tensor.untyped_storage()
+        for _, reference in (*self.saved, *self.passed):
+            storage = reference()
+            if storage is not None and storage.data is not None:
+                yield storage.data.untyped_storage()
 
 
 class Replay:
-    """Runs a region again and hands what it saves to the storages that want it.
+    """Runs a part again and hands what it makes to the storages that want it.
 
-    It answers the layer's wrapped submodules while it runs (``record``), and is the pack hook of
-    every tensor saved meanwhile.
+    While it runs it answers the layer's wrapped parts (``record``), and packs every tensor that is saved.
     """
+
+    __slots__ = ("_by_ordinal", "_ordinal", "_passed", "_wanted", "run")
 
     def __init__(self, run: RegionRun, wanted: set[TapeStorage]) -> None:
         self.run = run
-        self.wanted = set(wanted)
-        self.ordinal = 0
-        self.capturing = run.source is None
-        self.source_output: Any = None
+        self._wanted = set(wanted)
+        self._ordinal = 0
+        self._by_ordinal = dict(self._of(run.saved))
+        self._passed = dict(self._of(run.passed))
 
-    def execute(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], rng: RandomSource) -> None:
-        """Run the region on ``arguments`` until nothing is wanted any more.
+    def _of(self, made: list[tuple[int, ref[TapeStorage]]]) -> Iterator[tuple[int, TapeStorage]]:
+        for place, reference in made:
+            storage = reference()
+            if storage is not None and storage in self._wanted:
+                yield place, storage
+
+    def execute(self, hollow: torch.device | None) -> None:
+        """Run the part until nothing is wanted any more; on hollow inputs if ``hollow`` names a device.
 
         Raises:
-            TapeError: the region did not save again what it saved in the forward pass.
+            TapeError: the part did not make again what it made in the forward pass.
         """
-        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, _never)
-        args, kwargs = arguments
-        random = rng.replaying(self.run.random)
-        with contextlib.suppress(ReplayDone), random, torch.enable_grad(), hooks:
-            self.finish(self.run.call(*args, **kwargs))
-        if self.wanted:
-            lost = ", ".join(sorted({s.label for s in self.wanted}))
+        run, rng = self.run, self.run.host.rng
+        args, kwargs = map_leaves(run.arguments, SavedTensor, lambda t: _argument(t, hollow))
+        current = None if run.random is None else rng.exchange(run.random)
+        graded = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        set_hooks(self._pack, _never)
+        try:
+            self.finish(run.call(*args, **kwargs))
+        except ReplayDone:
+            pass
+        finally:
+            unset_hooks()
+            torch._C._set_grad_enabled(graded)
+            if current is not None:
+                rng.restore(current)
+        if self._wanted:
+            lost = ", ".join(sorted({s.label for s in self._wanted}))
             raise TapeError(
-                f"region {self.run.name} saved {self.ordinal} tensors when it ran again and "
-                f"{len(self.run.packs)} in the forward pass, so {lost} could not be rebuilt; "
-                f"keep {self.run.name} in the plan, or report the layer's configuration"
+                f"region {run.step.name} of layer {run.layer} saved {self._ordinal} tensors when it ran "
+                f"again and {run.packs} in the forward pass, so {lost} could not be rebuilt; "
+                f"keep {run.step.name} in the plan, or report the layer's configuration"
             )
 
-    def pack(self, tensor: torch.Tensor) -> None:
+    def _pack(self, tensor: torch.Tensor) -> None:
         """The pack hook: match by ordinal."""
-        if not self.capturing:
-            return
-        position, self.ordinal = self.ordinal, self.ordinal + 1
-        if position < len(self.run.packs):
-            self.fill(self.run.packs[position], tensor)
-        if not self.wanted:
-            raise ReplayDone
+        ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+        storage = self._by_ordinal.get(ordinal)
+        if storage is not None:
+            self._fill(storage, tensor)
+            if not self._wanted:
+                raise ReplayDone
 
-    def fill(self, storage: TapeStorage | None, tensor: torch.Tensor) -> None:
-        """Give ``tensor``'s memory to ``storage`` if it is wanted."""
-        if storage in self.wanted:
-            storage.data = tensor.untyped_storage()
-            self.wanted.discard(storage)
+    def _fill(self, storage: TapeStorage, tensor: torch.Tensor) -> None:
+        if storage in self._wanted:
+            storage.fill(tensor.detach())
+            self._wanted.discard(storage)
 
     def finish(self, outputs: Any) -> None:
-        """Take the outputs, matched by position."""
-        saved = self.run.outputs
-        for was, tensor in zip(_leaves(saved), flatten(outputs), strict=True):
-            if isinstance(was, SavedTensor):
-                self.fill(was.storage, tensor)
+        """Take what it passes on, matched by place."""
+        for place, tensor in enumerate(flatten(outputs)):
+            storage = self._passed.get(place)
+            if storage is not None:
+                self._fill(storage, tensor)
 
-    def record(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answer a wrapped submodule of the parent of a glue region."""
-        assert self.run.source is not None
-        if name == self.run.source.name:
-            self.capturing = True
-            return self.source_output
-        if name == self.run.sink:
+    def answer(self, name: str) -> Any:
+        """The result of the part ``name`` in the forward pass, from memory."""
+        return map_leaves(self.run.answers[name], SavedTensor, lambda t: _argument(t, None))
+
+    def meet(self, name: str, glue: Glue, args: Any, kwargs: Any) -> Any:
+        """The parent of ``glue`` calls its submodule ``name``: from memory up to the glue, which begins
+        with the answer of the one before it and ends with the call of the one after it."""
+        if name == glue.before:
             self.finish((args, kwargs))
             raise ReplayDone
+        if name == glue.after:
+            self._ordinal = 0  # what was saved before is not the glue's own
+        return self.answer(name)
+
+    def record(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A part that runs inside this one: from memory if it was answered for, else as it is."""
+        return self.answer(name) if name in self.run.answers else call(*args, **kwargs)
+
+    @property
+    def region(self) -> str:
+        """The part that runs again."""
+        return self.run.step.name
+
+    def parent(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A parent module runs."""
         return call(*args, **kwargs)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Tensors and SavedTensors in the order of ``flatten``."""
-    if isinstance(value, (torch.Tensor, SavedTensor)):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
+def _argument(saved: SavedTensor, hollow: torch.device | None) -> torch.Tensor:
+    tensor = saved.restore() if hollow is None else saved.hollow(hollow)
+    return tensor.requires_grad_(saved.requires_grad) if saved.requires_grad else tensor
 
 
 def _never(_: object) -> torch.Tensor:

@@ -1,65 +1,46 @@
-"""TapeStorage: one block of memory as a tape knows it, and SavedTensor: a view of one.
+"""TapeStorage: one block of memory that a plan drops, and SavedTensor: a view of one.
 
-A storage is recognised by its address while a weak reference to it is held: as long as the weak
-reference lives the address cannot be given to another storage, so a match is never a mistake.
+References go one way, from what was saved later to what was made earlier: a tensor that autograd saved
+holds its storage, a storage that is absent holds the run which can make it again, a run holds the storages
+that it reads. So memory goes by reference count, at its last use, and nothing of a step needs Python's
+collector of cycles.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-if TYPE_CHECKING:
-    from megatron_lynx.runtime.region import RegionRun
+
+class Maker(Protocol):
+    """What can make an absent storage again."""
+
+    def rebuild_for(self, storage: TapeStorage) -> None:
+        """Give ``storage`` its memory back."""
 
 
 class TapeStorage:
-    """A storage that a region produced, or the layer's input.
+    """A storage that the plan drops.
 
     Attributes:
-        label: the plan's name of what produced it; a region, or the dropout inside one.
-        run: the region's run that can rebuild it; None for the input of a stage.
-        dropped: whether the plan drops it.
-        data: the memory, or None while it is dropped and not rebuilt.
-        pending: saved tensors of the autograd graph that still have to be unpacked.
-        readers: runs of dropped regions that need it to run again.
+        label: the plan's name of what produced it; a region, or the mask drawn inside one.
+        maker: the run that makes it again; None once it is there.
+        data: a tensor on the memory, or None while it is dropped and not rebuilt.
+        size_bytes: its size.
     """
 
-    __slots__ = ("_weak", "address", "data", "dropped", "label", "pending", "readers", "run", "size_bytes")
+    __slots__ = ("__weakref__", "data", "label", "maker", "size_bytes")
 
-    def __init__(
-        self, storage: torch.UntypedStorage, label: str, run: RegionRun | None, dropped: bool
-    ) -> None:
+    def __init__(self, label: str, maker: Maker, size_bytes: int) -> None:
         self.label = label
-        self.run = run
-        self.dropped = dropped
-        self.data: torch.UntypedStorage | None = None
-        self.pending = 0
-        self.readers: list[RegionRun] = []
-        self.size_bytes = storage.nbytes()
-        self.address = storage._cdata
-        self._weak: object = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.maker: Maker | None = maker
+        self.data: torch.Tensor | None = None
+        self.size_bytes = size_bytes
 
-    def keep(self, storage: torch.UntypedStorage) -> None:
-        """Hold the memory, unless the plan drops it."""
-        if not self.dropped and self.data is None:
-            self.data = storage
-
-    def wanted(self) -> bool:
-        """Whether anything will still read it: a backward, or a region that must run again."""
-        return self.pending > 0 or any(run.wanted() for run in self.readers)
-
-    def release_if_done(self) -> None:
-        """Free the memory after its last use (Rule 6)."""
-        if self.data is not None and not self.wanted():
-            self.data = None
-
-    def forget_address(self) -> None:
-        """Drop the weak reference once the layer's forward is over; ``address`` means nothing then."""
-        self._weak = None
-        self.address = 0
+    def fill(self, data: torch.Tensor) -> None:
+        """Take memory back, by a tensor on it outside any graph; what made it is not needed any more."""
+        self.data, self.maker = data, None
 
 
 class SavedTensor:
@@ -76,11 +57,18 @@ class SavedTensor:
         self.requires_grad = tensor.requires_grad
 
     def restore(self) -> torch.Tensor:
-        """The tensor, on its storage's data, outside any autograd graph."""
-        data = self.storage.data
-        assert data is not None
-        tensor = torch.empty(0, dtype=self.dtype, device=data.device)
-        return tensor.set_(data, self.offset, self.size, self.stride)
+        """The tensor, on its storage's data, outside any autograd graph; rebuilt first if it is absent."""
+        storage = self.storage
+        if storage.data is None and storage.maker is not None:
+            storage.maker.rebuild_for(storage)
+        data = storage.data
+        if data is None:
+            raise AssertionError(f"{storage.label} was not rebuilt")  # a run that ends without it raises
+        with torch._C.DisableTorchFunction():
+            if data.dtype is self.dtype:
+                return data.as_strided(self.size, self.stride, self.offset)
+            tensor = torch.empty(0, dtype=self.dtype, device=data.device)
+            return tensor.set_(data.untyped_storage(), self.offset, self.size, self.stride)
 
     def hollow(self, device: torch.device) -> torch.Tensor:
         """A tensor of this geometry with arbitrary content."""

@@ -1,4 +1,4 @@
-"""The graph of a layer as it really runs: traced by a tape that watches one forward pass."""
+"""The graph of a layer as it really runs: one forward pass watched from part to part."""
 
 from __future__ import annotations
 
@@ -8,83 +8,128 @@ from typing import Any
 import torch
 
 from megatron_lynx.graph import INPUT, LayerGraph, Region, Storage
-from megatron_lynx.layers.local import FORWARD_ORDER
-from megatron_lynx.runtime.region import MASK_LABEL
-from megatron_lynx.runtime.storage import SavedTensor, TapeStorage
-from megatron_lynx.runtime.tape import Host, LayerTape, TapePlan
-
-OUTPUT_LABEL = "mlp_bda"
-"""What this region passes on is the next layer's input, and counted there."""
+from megatron_lynx.layers.kind import Glue, Inner, LayerKind, Submodule
+from megatron_lynx.runtime.region import flatten, is_weight
+from megatron_lynx.runtime.rng import RandomSource
 
 
-class TracingTape(LayerTape):
-    """A tape that drops nothing that matters and remembers who saved and who read each storage."""
+class Tracer:
+    """Stands where a tape stands, drops nothing, and notes who made, saved and read each storage.
 
-    def __init__(self, layer: int, host: Host, communicates: frozenset[str]) -> None:
-        everything = frozenset(FORWARD_ORDER)
-        super().__init__(TapePlan(layer=layer, dropped=everything, communicates=communicates), host)
-        self.saved_by: dict[TapeStorage, list[str]] = {}
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """As a tape does, and note the region."""
-        saver = self.region
-        saved = super().pack(tensor)
-        if isinstance(saved, SavedTensor):
-            savers = self.saved_by.setdefault(saved.storage, [])
-            if saver not in savers:
-                savers.append(saver)
-        return saved
-
-
-def trace_layer(
-    run: Callable[[TracingTape], torch.Tensor],
-    hidden: torch.Tensor,
-    others: Any,
-    *,
-    host: Host,
-    communicates: frozenset[str] = frozenset(),
-    draws: frozenset[str] = frozenset(),
-) -> LayerGraph:
-    """Run a layer's forward once and return its graph.
-
-    Args:
-        run: runs the layer with ``host.active`` set to the tape that it is given.
-        hidden, others: the layer's input and its other arguments.
-        host: the executor that the layer is bound to.
-        communicates, draws: regions that issue collectives, and that use random state.
+    Every storage that it has seen stays alive until it goes, so an address means one storage only.
     """
-    tape = TracingTape(0, host, communicates)
-    tape.begin(hidden, others, None)
-    with torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack):
-        tape.end(run(tape))
-    return _graph(tape, communicates, draws)
 
+    def __init__(self, kind: LayerKind, rng: RandomSource) -> None:
+        self.kind = kind
+        self.draws: set[str] = set()
+        self._rng = rng
+        self.region = ""
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.made: dict[int, str] = {}
+        self.saved_by: dict[int, list[str]] = {}
+        self.reads: dict[str, list[int]] = {}
+        self._masks = kind.masks()
+        self._glue_after = {p.after: p for p in kind.parts if isinstance(p, Glue)}
+        self._glue_before = {p.before: p for p in kind.parts if isinstance(p, Glue)}
+        self._inside = {p.name for p in kind.parts if isinstance(p, Inner)}
+        self._outside: set[int] = set()
+        self._results: dict[str, list[int]] = {}
 
-def _graph(tape: TracingTape, communicates: frozenset[str], draws: frozenset[str]) -> LayerGraph:
-    names: dict[TapeStorage, str] = {}
-    storages = []
-    for storage in tape.storages:
-        if storage.label == OUTPUT_LABEL:
-            continue
-        names[storage] = f"{storage.label}.{len(names)}"
-        storages.append(
+    def watch(self, forward: Callable[[], Any], hidden: torch.Tensor, others: Any) -> None:
+        """Run a layer's forward with this as the executor's ``active``."""
+        for tensor in flatten(others):
+            self._outside.add(self._key(tensor))
+        self.made[self._key(hidden)] = INPUT
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            forward()
+
+    def _key(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        self.storages.setdefault(key, storage)
+        return key
+
+    def _owned(self, value: Any) -> list[int]:
+        """Keys of the layer's own storages in ``value``, each once."""
+        keys = [self._key(t) for t in flatten(value) if not is_weight(t)]
+        return [key for key in dict.fromkeys(keys) if key not in self._outside]
+
+    def parent(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A parent module runs."""
+        return call(*args, **kwargs)
+
+    def record(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A part runs."""
+        closing = self._glue_before.get(name)
+        if closing is not None:
+            self._made_by(closing.name, (args, kwargs))
+        self.reads[name] = [key for key in self._owned((args, kwargs)) if key in self.made]
+        outer, self.region = self.region, name
+        before = self._rng.capture()
+        try:
+            out = call(*args, **kwargs)
+        finally:
+            self.region = outer
+        if not self._rng.capture().same_as(before):
+            self.draws.add(name)
+        results = self._made_by(name, out)
+        if name in self._inside:
+            self.reads[outer] += results
+        self._results[name] = results
+        opening = self._glue_after.get(name)
+        if opening is not None:
+            self.region = opening.name
+            self.reads[opening.name] = self._asked(opening)
+        elif closing is not None:
+            self.region = ""
+        return out
+
+    def _asked(self, glue: Glue) -> list[int]:
+        """What the parts before ``glue`` in its parent passed on: its replay needs that."""
+        parts = self.kind.parts[: self.kind.names.index(glue.after) + 1]
+        asked = [p.name for p in parts if isinstance(p, Submodule) and p.path.startswith(f"{glue.parent}.")]
+        return list(dict.fromkeys(key for name in asked for key in self._results.get(name, ())))
+
+    def _made_by(self, name: str, value: Any) -> list[int]:
+        keys = self._owned(value)
+        for key in keys:
+            self.made.setdefault(key, name)
+        return keys
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.region and type(tensor) is torch.Tensor and not is_weight(tensor):
+            for key in self._owned(tensor):
+                self.made.setdefault(key, self._masks.get(self.region, self.region))
+                savers = self.saved_by.setdefault(key, [])
+                if self.region not in savers:
+                    savers.append(self.region)
+        return tensor
+
+    def graph(self, communicates: frozenset[str]) -> LayerGraph:
+        """What was seen; ``communicates`` are the parts that issue a collective.
+
+        What the last part passes on is the next layer's input, and counted there.
+        """
+        made = {key: label for key, label in self.made.items() if label != self.kind.output}
+        names = {key: f"{label}.{i}" for i, (key, label) in enumerate(made.items())}
+        storages = [
             Storage(
-                name=names[storage],
-                producer=storage.label,
-                size_bytes=storage.size_bytes,
-                saved_by=tuple(tape.saved_by.get(storage, ())),
+                name=names[key],
+                producer=label,
+                size_bytes=self.storages[key].nbytes(),
+                saved_by=tuple(self.saved_by.get(key, ())),
             )
-        )
-    masks = {label for label in MASK_LABEL.values() if any(s.producer == label for s in storages)}
-    present = {INPUT, *tape.runs, *masks}
-    regions = [
-        Region(
-            name=name,
-            reads=() if name not in tape.runs else tuple(names[s] for s in tape.runs[name].reads),
-            communicates=name in communicates or (name == INPUT and bool(communicates)),
-            draws=name in draws or name in masks,
-        )
-        for name in FORWARD_ORDER
-        if name in present
-    ]
-    return LayerGraph(regions=tuple(regions), storages=tuple(storages))
+            for key, label in made.items()
+        ]
+        present = {INPUT, *self.reads, *made.values()}
+        regions = [
+            Region(
+                name=name,
+                reads=tuple(names[key] for key in self.reads.get(name, ()) if key in names),
+                communicates=name in communicates or (name == INPUT and bool(communicates)),
+                draws=name in self.draws or name in self._masks.values(),
+            )
+            for name in (INPUT, *self.kind.names)
+            if name in present
+        ]
+        return LayerGraph(regions=tuple(regions), storages=tuple(storages), cuts=self.kind.cuts)

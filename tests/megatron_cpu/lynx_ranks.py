@@ -12,17 +12,21 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_lynx.graph import LayerGraph
 from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.install import install
 from megatron_lynx.integration.session import Session
-from megatron_lynx.layers.local import backward_slots
+from megatron_lynx.layers import KINDS
 from megatron_lynx.plan import LayerPlan, StagePlan, parse_choice
 from megatron_lynx.runtime.record import StepRecord
-from megatron_lynx.runtime.region import Replay
-from megatron_lynx.spec import Parallel
-from tests.support.small_gpt import train_small_gpt
+from megatron_lynx.runtime.region import RegionRun, Replay
+from megatron_lynx.runtime.storage import SavedTensor, TapeStorage
+from megatron_lynx.runtime.tape import LayerTape
+from megatron_lynx.spec import Batch, Model, Parallel
+from tests.support.small_gpt import LAYERS, MICRO_BATCH, SEQUENCE, VOCABULARY, train_small_gpt
 
 DROPPABLE = (
     "input_layernorm",
@@ -97,7 +101,7 @@ def assignment(name: str, layers: tuple[int, ...], parallel: Parallel) -> Assign
 
 def _window_of(region: str, layer: int, layers: tuple[int, ...], parallel: Parallel) -> str:
     """Attention in the MLP's backward window of its layer, the MLP in a window of the layer after."""
-    slots = backward_slots(parallel)
+    slots = KINDS["local"].backward_slots(parallel)
     if not slots:
         return "stall"
     if region in DROPPABLE[:5]:
@@ -115,6 +119,38 @@ def parallel_of(model: dict[str, Any]) -> Parallel:
     )
 
 
+BATCH = Batch(seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH, global_batch_size=MICRO_BATCH)
+
+
+def described_model(options: dict[str, Any], config: Any) -> Model:
+    """The Model that describes what ``train_small_gpt`` builds from ``options``."""
+    return Model(
+        num_layers=LAYERS,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        vocab_size=VOCABULARY,
+        num_query_groups=config.num_query_groups,
+        ffn_hidden_size=config.ffn_hidden_size,
+        swiglu=config.gated_linear_unit,
+        position_embedding_type="rope" if options.get("rope") else "learned_absolute",
+        normalization=config.normalization,
+        add_bias_linear=config.add_bias_linear,
+        attention_dropout=config.attention_dropout,
+        hidden_dropout=config.hidden_dropout,
+        attention="unfused",
+        attention_softmax_in_fp32=config.attention_softmax_in_fp32,
+        fused_activation=config.bias_activation_fusion,
+        dtype_bytes=2 if config.bf16 else 4,
+        device="cpu",
+    )
+
+
+def described_graph(options: dict[str, Any], chunks: list[Any]) -> LayerGraph:
+    """The graph of the layers of what ``train_small_gpt`` builds from ``options``."""
+    config = get_model_config(chunks[0])
+    return KINDS["local"].graph(described_model(options, config), parallel_of(options), BATCH)
+
+
 Watch = Callable[[Session], contextlib.AbstractContextManager[None]]
 
 
@@ -125,11 +161,12 @@ def train_with_plan(
     watch: Watch | None = None,
     count_kept: bool = False,
 ) -> dict[str, Any]:
-    """Train under a plan; the result has ``records`` too, one StepRecord a step.
+    """Train under a plan; the result has ``records`` too, one StepRecord a step, and the layers' ``graph``.
 
     ``watch`` is a context around the training that sees the session.
     """
     records: list[StepRecord] = []
+    graphs: list[LayerGraph] = []
 
     @contextlib.contextmanager
     def around(chunks: list[Any]) -> Iterator[Callable[..., Any]]:
@@ -139,14 +176,15 @@ def train_with_plan(
         )
         stage = stage_plan(plan, parallel_state.get_pipeline_model_parallel_rank(), owned, parallel)
         with install() as hooks:
-            session = Session(hooks, stage, parallel, chunks, count_kept=count_kept)
+            graphs.append(described_graph(model, chunks))
+            session = Session(hooks, stage, parallel, chunks, graphs[0], count_kept=count_kept)
             session.on_step = records.append
             with watch(session) if watch else contextlib.nullcontext():
                 yield session.wrap_schedule
             session.close()
 
     result = train_small_gpt(steps=steps, around=around, **model)
-    return {**result, "records": records}
+    return {**result, "records": records, "graph": graphs[0]}
 
 
 def differences(stock: dict[str, Any], lynx: dict[str, Any]) -> list[str]:
@@ -226,7 +264,8 @@ def count_collectives(rank: int, world_size: int, cases: list[Case]) -> list[dic
 
 
 def leftovers(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, int, list[int]]]:
-    """For each case and plan: rebuilt storages alive after the steps, and live bytes after each."""
+    """For each case and plan: rebuilt storages and tapes' objects alive after the steps, and live bytes
+    after each."""
     found = []
     for case in cases:
         for plan in case.plans:
@@ -243,24 +282,33 @@ def leftovers(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, 
 def _watch_memory(
     rebuilt: list[StorageWeakRef], alive: list[int], live: list[int], session: Session
 ) -> Iterator[None]:
-    original = Replay.fill
+    """Python's collector is off meanwhile: whatever a step leaves must go by reference count alone."""
+    original = TapeStorage.fill
 
-    def fill(self: Replay, storage: Any, tensor: torch.Tensor) -> None:
-        if storage in self.wanted:
-            rebuilt.append(StorageWeakRef(tensor.untyped_storage()))
-        original(self, storage, tensor)
+    def fill(self: TapeStorage, data: torch.Tensor) -> None:
+        rebuilt.append(StorageWeakRef(data.untyped_storage()))
+        original(self, data)
 
     def after_step(_: StepRecord) -> None:
-        gc.collect()
-        alive.append(sum(not reference.expired() for reference in rebuilt))
+        alive.append(_objects() - before + sum(not reference.expired() for reference in rebuilt))
         live.append(_live_bytes())
 
     session.on_step = after_step
-    Replay.fill = fill  # type: ignore[method-assign]
+    before = _objects()
+    TapeStorage.fill = fill  # type: ignore[method-assign]
+    gc.collect()
+    gc.disable()
     try:
         yield
     finally:
-        Replay.fill = original  # type: ignore[method-assign]
+        gc.enable()
+        TapeStorage.fill = original  # type: ignore[method-assign]
+
+
+def _objects() -> int:
+    """How many objects of tapes there are."""
+    ours = (LayerTape, RegionRun, Replay, SavedTensor, TapeStorage)
+    return sum(isinstance(thing, ours) for thing in gc.get_objects())
 
 
 def _live_bytes() -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_lynx.errors import InstallError
 from megatron_lynx.integration import versions
+from megatron_lynx.integration.binding import inner_functions
 from megatron_lynx.integration.install import install
 from megatron_lynx.integration.targets import TARGETS, Target
 from megatron_lynx.integration.trainer import Trainer, trainer_targets
@@ -85,7 +86,8 @@ def test_a_target_that_changed_is_named_and_nothing_is_replaced(
 
 
 def test_every_target_has_a_row_and_every_row_is_a_target() -> None:
-    assert sorted(target.path for target in every_target()) == sorted(versions.NAMES)
+    paths = {*(target.path for target in every_target()), *inner_functions()}
+    assert sorted(paths) == sorted(versions.NAMES)
 
 
 def test_installing_twice_is_an_error() -> None:

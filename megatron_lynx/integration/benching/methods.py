@@ -15,6 +15,7 @@ from typing import Any
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_model_config
 
+from megatron_lynx.graph import LayerGraph
 from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.session import Session
 from megatron_lynx.integration.windows import Hooks
@@ -80,12 +81,13 @@ class Lynx:
 
     stage: StagePlan
     parallel: Parallel
+    graph: LayerGraph
     hooks: Hooks
 
     @contextlib.contextmanager
     def active(self, chunks: Sequence[Any], on_step: Callable[[Any], None] | None = None) -> Iterator[Wrap]:
         """Bind the plan until the block ends; ``on_step`` is told each step's record."""
-        session = Session(self.hooks, self.stage, self.parallel, chunks)
+        session = Session(self.hooks, self.stage, self.parallel, chunks, self.graph)
         session.on_step = on_step
         try:
             yield session.wrap_schedule

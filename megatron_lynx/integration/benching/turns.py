@@ -239,7 +239,8 @@ class InTrainer:
 
     def _lynx(self, plan: Plan) -> Lynx:
         stage = torch.distributed.get_rank() // self.parallel.tp % self.parallel.pp
-        return Lynx(stage=plan.stages[stage], parallel=self.parallel, hooks=self.hooks)
+        graph = layer_graph(self.model, self.parallel, self.batch)
+        return Lynx(stage=plan.stages[stage], parallel=self.parallel, graph=graph, hooks=self.hooks)
 
     def _fitted(self, name: str, target: int) -> Method | None:
         """A plan whose metered peak is at most ``target``: planned for it, metered, and planned again

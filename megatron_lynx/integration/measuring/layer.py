@@ -20,13 +20,14 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_lynx.cost import CostTable, LayerCosts
-from megatron_lynx.integration.binding import bind, transformer_layers
+from megatron_lynx.integration.binding import bind_everything, transformer_layers
+from megatron_lynx.integration.install import watching
 from megatron_lynx.integration.measuring.ends import ends_ns, layer_arguments
 from megatron_lynx.integration.measuring.undisturbed import undisturbed
 from megatron_lynx.integration.targets import TARGETS
+from megatron_lynx.integration.windows import windowed_collective
 from megatron_lynx.layers import kind_of
 from megatron_lynx.layers.kind import LayerKind
-from megatron_lynx.plan import LayerPlan, StagePlan
 from megatron_lynx.profiler.measure import (
     REPEATS,
     WARMUP,
@@ -47,9 +48,7 @@ Times = dict[str, int]
 class Probe:
     """Stands where an executor stands, and lets layers run as they are."""
 
-    def __init__(self, chunks: tuple[tuple[int, ...], ...]) -> None:
-        layers = tuple(LayerPlan(layer=layer) for chunk in chunks for layer in chunk)
-        self.plan = StagePlan(stage=0, chunks=chunks, layers=layers)
+    def __init__(self) -> None:
         self.active: Any = None
 
     def run_layer(self, _: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -130,7 +129,8 @@ class _Done:
 @contextlib.contextmanager
 def silent_collectives() -> Iterator[None]:
     """Inside, the layers' collectives do nothing, so that their compute is timed alone."""
-    places = [target.path.rpartition(".") for target in TARGETS if "p2p" not in target.path]
+    collectives = [target for target in TARGETS if target.replace is windowed_collective]
+    places = [target.path.rpartition(".") for target in collectives]
     names = [
         (module := importlib.import_module(path), name, getattr(module, name)) for path, _, name in places
     ]
@@ -175,11 +175,10 @@ class LayerRun:
     def probed(self) -> Iterator[Probe]:
         """Inside, the layer is in training mode, and its submodules answer to what the probe's ``active``
         is set to."""
-        by_chunk = transformer_layers(self.chunks)
-        probe = Probe(tuple(tuple(one.layer_number - 1 for one in layers) for layers in by_chunk))
-        undo = bind(self.chunks, probe)  # type: ignore[arg-type]
+        probe = Probe()
+        undo = bind_everything(self.chunks, probe)
         try:
-            with self.training():
+            with self.training(), watching(probe):
                 yield probe
         finally:
             undo()

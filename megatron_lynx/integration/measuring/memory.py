@@ -33,6 +33,7 @@ class _RegionMeter:
         self.forward: dict[str, int] = {}
         self.backward: dict[str, int] = {}
         self._region = ""
+        self.region = ""
 
     def parent(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
         """A parent module runs: nothing to measure."""
@@ -44,7 +45,9 @@ class _RegionMeter:
         if glue is not None:
             self._take(self.forward, glue)
             args, kwargs = (mark_tensors(value, glue, self.arrived) for value in (args, kwargs))
+        outer, self.region = self.region, name
         out = call(*args, **kwargs)
+        self.region = outer
         self._take(self.forward, name)
         return mark_tensors(out, name, self.arrived)
 

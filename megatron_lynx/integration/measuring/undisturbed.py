@@ -28,7 +28,8 @@ def undisturbed(chunks: Sequence[Any]) -> Iterator[None]:
     """
     modules = list({id(m): m for chunk in chunks for m in chunk.modules()}.values())
     parameters = list({id(p): p for chunk in chunks for p in chunk.parameters()}.values())
-    random = RandomSource(get_cuda_rng_tracker, parameters[0].device if parameters else None)
+    device = parameters[0].device if parameters else None
+    random = RandomSource(get_cuda_rng_tracker, device, everything=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(random.replaying(random.capture()))
         stack.enter_context(_without_global_hooks())
