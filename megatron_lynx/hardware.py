@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.units import GIB
+from megatron_lynx.units import GIB, MIB
 
 MEASURE = "measure"
 """What a cluster file says where no public figure is agreed upon and its user has to measure."""
@@ -38,7 +38,8 @@ class Device:
     """One accelerator.
 
     ``flops_per_second`` is the peak dense rate of 16-bit matrix products, ``memory_bytes`` what a
-    process can allocate, ``bytes_per_second`` the peak rate of its memory, ``launch_ns`` what one
+    process can allocate, ``te_workspace_bytes`` what Transformer Engine keeps for its matrix products,
+    ``bytes_per_second`` the peak rate of its memory, ``launch_ns`` what one
     kernel costs besides its work. The efficiencies are the shares of the peaks that large GEMMs,
     fused attention and elementwise kernels reach.
     """
@@ -51,6 +52,7 @@ class Device:
     gemm_efficiency: float
     attention_efficiency: float
     memory_efficiency: float
+    te_workspace_bytes: int = 32 * MIB
 
     def compute_ns(self, flops: int, size_bytes: int, *, attention: bool = False) -> int:
         """Roofline time of one kernel: the longer of its arithmetic and its memory traffic.
@@ -217,6 +219,7 @@ def _read_device(section: _Section, name: str) -> Device:
         gemm_efficiency=section.number("gemm_efficiency", 0.6, at_most=1),
         attention_efficiency=section.number("attention_efficiency", 0.5, at_most=1),
         memory_efficiency=section.number("memory_efficiency", 0.8, at_most=1),
+        te_workspace_bytes=round(section.number("te_workspace_mib", 32) * MIB),
     )
 
 

@@ -6,17 +6,17 @@ training may take on a device. Costs are estimated from a cluster or measured (`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import estimate_costs
-from megatron_lynx.footprint import Footprint, footprint, step_ns
+from megatron_lynx.footprint import Footprint, footprint, step_ns, weight_gradient_bytes
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.hardware import Cluster
 from megatron_lynx.layers import kind_of, layer_graph
 from megatron_lynx.schedule import check_microbatches, in_flight
-from megatron_lynx.spec import Batch, Model, Parallel, check_job
+from megatron_lynx.spec import Batch, Model, Optimizer, Parallel, check_job
 from megatron_lynx.units import format_bytes
 
 
@@ -35,7 +35,7 @@ class Job:
     graph: LayerGraph
     costs: CostTable
     memory_bytes: int
-    distributed_optimizer: bool = False
+    optimizer: Optimizer = field(default_factory=Optimizer)
     layout: str | None = None
     cluster: Cluster | None = None
 
@@ -52,11 +52,14 @@ class Job:
     @property
     def workspace_bytes(self) -> tuple[int, ...]:
         """What each phase of a layer's backward needs besides saved storages."""
-        estimated = kind_of(self.model).workspace_bytes
-        return self.costs.workspace_bytes or estimated(self.model, self.parallel, self.batch)
+        if self.costs.workspace_bytes:
+            return self.costs.workspace_bytes
+        shape = self.model, self.parallel, self.batch
+        gradients = weight_gradient_bytes(self.graph, *shape, self.optimizer)
+        return tuple(map(sum, zip(kind_of(self.model).workspace_bytes(*shape), gradients, strict=True)))
 
     def footprint(self, stage: int, layers: int) -> Footprint:
-        """Static memory of rank ``stage`` with ``layers`` layers."""
+        """Memory of rank ``stage`` with ``layers`` layers, without their activations."""
         return footprint(
             self.model,
             self.parallel,
@@ -64,20 +67,15 @@ class Job:
             stage=stage,
             layers=layers,
             in_flight=in_flight(self.parallel, self.microbatches, stage)[0],
-            distributed_optimizer=self.distributed_optimizer,
+            optimizer=self.optimizer,
+            **({"te_workspace_bytes": self.cluster.device.te_workspace_bytes} if self.cluster else {}),
         )
 
     def step_ns(self, parameters: int) -> int:
         """Time of the optimizer's step on a rank with so many parameters."""
         if self.cluster is None:
             return 0
-        return step_ns(
-            parameters,
-            self.parallel,
-            self.cluster,
-            distributed_optimizer=self.distributed_optimizer,
-            dtype_bytes=self.model.dtype_bytes,
-        )
+        return step_ns(parameters, self.model, self.parallel, self.cluster, self.optimizer)
 
 
 def make_job(
@@ -88,7 +86,7 @@ def make_job(
     cluster: Cluster | None = None,
     costs: CostTable | None = None,
     memory_bytes: int | None = None,
-    distributed_optimizer: bool = False,
+    optimizer: Optimizer | None = None,
     layout: str | None = None,
     check_split: bool = True,
 ) -> Job:
@@ -130,7 +128,7 @@ def make_job(
         graph=graph,
         costs=costs,
         memory_bytes=memory_bytes,
-        distributed_optimizer=distributed_optimizer,
+        optimizer=optimizer or Optimizer(),
         layout=layout,
         cluster=cluster,
     )

@@ -22,7 +22,8 @@ Kind = Literal["models", "clusters", "runs"]
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "attention": ("flash", "unfused"),
+    "attention": ("flash", "fused", "unfused"),
+    "cross_entropy_fusion_impl": ("native", "te"),
     "device": ("cuda", "cpu"),
 }
 

@@ -7,6 +7,7 @@ properties, so that they are computed in one place.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,13 +37,15 @@ def _divides(divisor: int, by: str, total: int, of: str) -> None:
 class Model:
     """The shape of a GPT and the kernels that decide what its layers save.
 
-    Sizes are counts of elements. ``attention`` is ``flash`` (saves no s x s tensors) or
-    ``unfused`` (Megatron's local DotProductAttention). ``fused_activation`` is the inverse of
-    ``--no-bias-gelu-fusion`` / ``--no-bias-swiglu-fusion``. ``mask_from_data`` says that batches
-    bring the attention mask, so that unfused attention does not make one per layer (on middle
-    stages it does all the same). ``dtype_bytes`` is 2 for bf16 and fp16, 4 for fp32. ``device``
-    matters where torch saves other things on a CPU than on CUDA: dropout masks and norm statistics
-    in the activation type, and the factors of an RMSNorm. ``transformer_impl`` is the kind of layer
+    Sizes are counts of elements. ``attention`` is ``flash`` (the flash-attn package) or ``fused``
+    (cuDNN's kernels), which save no s x s tensors, or ``unfused`` (Megatron's local
+    DotProductAttention). ``masked_softmax_fusion`` is the inverse of ``--no-masked-softmax-fusion``,
+    ``fused_activation`` that of ``--no-bias-gelu-fusion`` / ``--no-bias-swiglu-fusion``.
+    ``mask_from_data`` says that batches bring the attention mask, so that unfused attention does not
+    make one per layer (on middle stages it does all the same). ``cross_entropy_fusion_impl`` counts
+    with ``cross_entropy_loss_fusion``. ``dtype_bytes`` is 2 for bf16 and fp16, 4 for fp32. ``device``
+    matters where torch saves other things on a CPU than on CUDA: dropout masks and norm statistics in
+    the activation type, and the factors of an RMSNorm. ``transformer_impl`` is the kind of layer
     (``layers.KINDS``).
 
     Raises:
@@ -64,10 +67,13 @@ class Model:
     untie_embeddings_and_output_weights: bool = False
     attention_dropout: float = 0.1
     hidden_dropout: float = 0.1
-    attention: Literal["flash", "unfused"] = "flash"
+    attention: Literal["flash", "fused", "unfused"] = "flash"
     attention_softmax_in_fp32: bool = False
+    masked_softmax_fusion: bool = True
     mask_from_data: bool = False
     fused_activation: bool = True
+    cross_entropy_loss_fusion: bool = False
+    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
     dtype_bytes: int = 2
     device: Literal["cuda", "cpu"] = "cuda"
     transformer_impl: str = "local"
@@ -97,6 +103,18 @@ class Model:
     def norm_parameters(self) -> int:
         """Parameters of one norm: scale and shift, or the scale alone."""
         return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
+
+    def fuses_softmax(self, tp: int, batch: Batch) -> bool:
+        """Whether unfused attention takes the fused kernel for scale, mask and softmax, which works in 16
+        bits and makes no mask (``FusedScaleMaskSoftmax.is_kernel_available``)."""
+        heads, s = self.num_attention_heads // tp * batch.micro_batch_size, batch.seq_length
+        shape = 16 < s <= 4096 and s % 4 == 0 and heads % 4 == 0
+        return self.masked_softmax_fusion and self.device == "cuda" and self.dtype_bytes == 2 and shape
+
+    def softmax_bytes(self, tp: int, batch: Batch) -> int:
+        """Size of one element of unfused attention's softmax."""
+        wide = self.attention_softmax_in_fp32 and not self.fuses_softmax(tp, batch)
+        return 4 if wide else self.dtype_bytes
 
     @property
     def groups(self) -> int:
@@ -147,6 +165,73 @@ class Parallel:
     def group_size(self) -> int:
         """Microbatches that one chunk runs before the next one takes over (VPP)."""
         return self.microbatch_group_size or self.pp
+
+
+Dtype = Literal["fp32", "fp16", "bf16", "fp8"]
+
+_DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """How gradients and the state of Adam are kept, by the names of Megatron's flags, as its
+    ``validate_args`` leaves them: ``accumulate_allreduce_grads_in_fp32`` is set for bf16 unless
+    ``--grad-reduce-in-bf16`` or ``--main-grads-dtype bf16`` is given, and not for fp16.
+
+    The four types count only with ``use_precision_aware_optimizer``.
+    ``optimizer_offload_fraction`` of the state is in host memory with ``optimizer_cpu_offload``.
+
+    Raises:
+        ConfigError: a number of instances below 1, or a fraction outside of 0 to 1.
+    """
+
+    use_distributed_optimizer: bool = False
+    num_distributed_optimizer_instances: int = 1
+    use_precision_aware_optimizer: bool = False
+    main_params_dtype: Dtype = "fp32"
+    exp_avg_dtype: Dtype = "fp32"
+    exp_avg_sq_dtype: Dtype = "fp32"
+    accumulate_allreduce_grads_in_fp32: bool = True
+    gradient_accumulation_fusion: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_distributed_optimizer_instances")
+        if not 0.0 <= self.optimizer_offload_fraction <= 1.0:
+            raise ConfigError(
+                f"--optimizer-offload-fraction {self.optimizer_offload_fraction} must be between 0 and 1; "
+                "1.0 works"
+            )
+
+    def gradient_bytes(self, model: Model) -> int:
+        """Size of one element of the gradient buffers."""
+        return 4 if self.accumulate_allreduce_grads_in_fp32 else model.dtype_bytes
+
+    def main_param_bytes(self, model: Model) -> int:
+        """Size of what Adam keeps of one 16-bit parameter: a copy in fp32, or with the precision-aware
+        optimizer the 16 bits that the parameter lacks (``store_param_remainders``)."""
+        if model.dtype_bytes == 4:
+            return 0
+        return 2 if self.use_precision_aware_optimizer else 4
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of Adam's two moments of one parameter."""
+        if not self.use_precision_aware_optimizer:
+            return 8
+        return _DTYPE_BYTES[self.exp_avg_dtype] + _DTYPE_BYTES[self.exp_avg_sq_dtype]
+
+    @property
+    def on_device(self) -> float:
+        """The share of the optimizer's state that is in device memory."""
+        return 1.0 - self.optimizer_offload_fraction if self.optimizer_cpu_offload else 1.0
+
+    def shards(self, dp: int) -> int:
+        """Ranks among which the optimizer's state is split."""
+        return max(1, dp // self.num_distributed_optimizer_instances) if self.use_distributed_optimizer else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

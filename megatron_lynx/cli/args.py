@@ -82,7 +82,7 @@ def megatron_flags(job: Job) -> list[str]:
         "disable-bias-linear": not model.add_bias_linear,
         "untie-embeddings-and-output-weights": model.untie_embeddings_and_output_weights,
         "sequence-parallel": parallel.sequence_parallel,
-        "use-distributed-optimizer": job.distributed_optimizer,
+        "use-distributed-optimizer": job.optimizer.use_distributed_optimizer,
         "bf16": model.dtype_bytes == 2,
         "attention-softmax-in-fp32": model.attention_softmax_in_fp32,
         "no-create-attention-mask-in-dataloader": not model.mask_from_data,

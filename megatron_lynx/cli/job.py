@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lynx.cli.megatron_args import MegatronArgs, read_args, read_command
+from megatron_lynx.cli.memory_flags import for_device, optimizer_from
 from megatron_lynx.cli.sizes import derive
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.hardware import Cluster
 from megatron_lynx.presets import load_cluster, make_model, preset_names, read_toml
 from megatron_lynx.search.workflow import PARTITIONS, TIME_LIMIT_S, Job, make_job, planner_names
 from megatron_lynx.spec import Batch, Model, Parallel
@@ -28,7 +30,7 @@ DEFAULTS: Mapping[str, Any] = {
     "vpp": 1,
     "dp": 1,
     "sequence_parallel": False,
-    "distributed_optimizer": False,
+    "use_distributed_optimizer": False,
     "micro_batch_size": 1,
     "planner": "opt",
     "partition": "keep",
@@ -82,9 +84,7 @@ def add_job_flags(parser: argparse.ArgumentParser, *, plans: bool = True) -> Non
     job.add_argument("--dp", type=whole, metavar="N", help="data-parallel size")
     job.add_argument("--world-size", type=whole, metavar="N", help="number of GPUs, in place of --dp")
     job.add_argument("--sequence-parallel", action="store_true", default=None)
-    job.add_argument(
-        "--use-distributed-optimizer", action="store_true", default=None, dest="distributed_optimizer"
-    )
+    job.add_argument("--use-distributed-optimizer", action="store_true", default=None)
     job.add_argument("--seq-length", type=whole, metavar="N")
     job.add_argument("--micro-batch-size", type=whole, metavar="N")
     job.add_argument("--global-batch-size", type=whole, metavar="N")
@@ -147,9 +147,11 @@ def choices_from(args: argparse.Namespace, *, check_split: bool = True) -> Choic
     if values["partition"] not in PARTITIONS:
         raise ConfigError(f"--partition {values['partition']!r} is unknown; {', '.join(PARTITIONS)} works")
     chosen = {**run, **given}
+    cluster = load_cluster(values["cluster"])
+    for_device(values, cluster.device.name)
     model = _model(values, standalone=script is not None and "model" not in chosen)
     notes = derive(values, model.num_layers, script, chosen)
-    job = _job(values, model, check_split=check_split and values["partition"] == "keep")
+    job = _job(values, model, cluster, check_split=check_split and values["partition"] == "keep")
     notes += script.all_notes() if script else []
     limit = values.get("time_limit")
     return Choices(
@@ -216,7 +218,7 @@ def _model(values: Mapping[str, Any], *, standalone: bool) -> Model:
     return make_model(single, where)
 
 
-def _job(values: Mapping[str, Any], model: Model, *, check_split: bool) -> Job:
+def _job(values: Mapping[str, Any], model: Model, cluster: Cluster, *, check_split: bool) -> Job:
     parallel = Parallel(
         tp=values["tp"],
         pp=values["pp"],
@@ -236,10 +238,10 @@ def _job(values: Mapping[str, Any], model: Model, *, check_split: bool) -> Job:
         model,
         parallel,
         batch,
-        cluster=load_cluster(values["cluster"]),
+        cluster=cluster,
         costs=read_profile(values["profile"]) if "profile" in values else None,
         memory_bytes=parse_bytes(budget, "--budget") if budget is not None else None,
-        distributed_optimizer=values["distributed_optimizer"],
+        optimizer=optimizer_from(values),
         layout=values.get("layout"),
         check_split=check_split,
     )

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "megatron_lynx.cli.capture",
         "what a launch script would start, with stand-ins for launchers",
     ),
+    "truth": ("megatron_lynx.cli.truth", "what GPUs measured beside what is predicted"),
     "run": ("megatron_lynx.cli.run", "an unmodified Megatron script, with --recompute-method lynx"),
     "profile": ("megatron_lynx.cli.profile", "measure layer, ends and links on the ranks that will train"),
     "bench": ("megatron_lynx.cli.bench", "measured: Megatron's own recomputation and lynx, on a real link"),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lynx.cli import megatron_flags
+from megatron_lynx.cli import megatron_flags, memory_flags
 from megatron_lynx.cli.launch.sources import Source, from_command, from_file
 from megatron_lynx.cli.launch.stand_in import UNKNOWN
 from megatron_lynx.cli.launch.words import split, world_size
@@ -39,13 +39,19 @@ _INT = {
     "seq-length": "seq_length",
     "micro-batch-size": "micro_batch_size",
     "global-batch-size": "global_batch_size",
+    **memory_flags.INT,
 }
-_FLOAT = {"attention-dropout": "attention_dropout", "hidden-dropout": "hidden_dropout"}
+_FLOAT = {
+    "attention-dropout": "attention_dropout",
+    "hidden-dropout": "hidden_dropout",
+    **memory_flags.FLOAT,
+}
 _TEXT = {
     "position-embedding-type": "position_embedding_type",
     "normalization": "normalization",
     "pipeline-model-parallel-layout": "layout",
     "recompute-granularity": "recompute_granularity",
+    **memory_flags.TEXT,
 }
 _SWITCH: Mapping[str, tuple[str, Any]] = {
     "swiglu": ("swiglu", True),
@@ -53,7 +59,6 @@ _SWITCH: Mapping[str, tuple[str, Any]] = {
     "untie-embeddings-and-output-weights": ("untie_embeddings_and_output_weights", True),
     "attention-softmax-in-fp32": ("attention_softmax_in_fp32", True),
     "sequence-parallel": ("sequence_parallel", True),
-    "use-distributed-optimizer": ("distributed_optimizer", True),
     "use-rotary-position-embeddings": ("position_embedding_type", "rope"),
     "no-bias-gelu-fusion": ("no_gelu_fusion", True),
     "no-bias-swiglu-fusion": ("no_swiglu_fusion", True),
@@ -61,10 +66,9 @@ _SWITCH: Mapping[str, tuple[str, Any]] = {
     "bf16": ("dtype_bytes", 2),
     "fp16": ("dtype_bytes", 2),
     "squared-relu": ("squared_relu", True),
-    "apply-query-key-layer-scaling": ("attention_softmax_in_fp32", True),
     "account-for-embedding-in-pipeline-split": ("embedding_counts", True),
     "account-for-loss-in-pipeline-split": ("loss_counts", True),
-    "no-create-attention-mask-in-dataloader": ("mask_from_data", False),
+    **memory_flags.SWITCH,
 }
 _RECOMPUTE = (
     *("recompute-method", "recompute-num-layers", "recompute-modules", "recompute-activations"),
@@ -73,17 +77,10 @@ _RECOMPUTE = (
 _READ = frozenset(
     {
         *_RECOMPUTE,
-        *(
-            "use-flash-attn",
-            "attention-backend",
-            "transformer-impl",
-            "tokenizer-type",
-            "patch-tokenizer-type",
-        ),
-        *("yaml-cfg", "use-checkpoint-args", "accumulate-allreduce-grads-in-fp32"),
+        *("tokenizer-type", "patch-tokenizer-type", "yaml-cfg", "use-checkpoint-args"),
     }
 )
-"""Flags that are read beside others, or ask for what is assumed anyway (gradients in fp32)."""
+"""Flags that are read beside others."""
 
 PLANNED = frozenset({*_INT, *_FLOAT, *_TEXT, *_SWITCH, *_READ})
 """Every flag that becomes a field of the job, or is one of the methods that are compared."""
@@ -286,7 +283,6 @@ def _complete(values: dict[str, Any], flags: Mapping[str, list[str]], found: Meg
     if values.pop("squared_relu", False):
         notes.append("--squared-relu is planned as GELU, which saves as much")
     values.setdefault("dtype_bytes", 4)
-    values.setdefault("mask_from_data", True)
     position = values.get("position_embedding_type", "learned_absolute")
     if position in _ROTARY:
         values["position_embedding_type"] = "rope"
@@ -296,9 +292,8 @@ def _complete(values: dict[str, Any], flags: Mapping[str, list[str]], found: Meg
             f"--position-embedding-type {position}: not planned; --ignore position-embedding-type plans "
             "learned ones",
         )
-    backend = (flags.get("attention-backend") or ["auto"])[0]
-    local = (flags.get("transformer-impl") or ["transformer_engine"])[0] == "local"
-    values["attention"] = "unfused" if local or backend in ("unfused", "local") else "flash"
+    values["fp16"] = "fp16" in flags
+    memory_flags.complete(values)
     notes += _vocabulary(values, flags)
     notes += _recomputation(values, flags)
     if "use-checkpoint-args" in flags and "num_layers" not in values:

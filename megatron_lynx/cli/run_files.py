@@ -24,7 +24,7 @@ from megatron_lynx.schedule import Action, actions, serves, waits_for_gradient
 from megatron_lynx.search.workflow import graph_of, timeline_of
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.simulator.timeline import Timeline
-from megatron_lynx.spec import Batch, Model, Parallel
+from megatron_lynx.spec import Batch, Model, Optimizer, Parallel
 
 SCHEMA = 3
 """The schema of a report's lines that is read here."""
@@ -143,7 +143,7 @@ def _job(path: Path, costs: CostTable | None, cluster: Cluster | None) -> tuple[
             cluster=cluster if costs is None else None,
             memory_bytes=facts["memory_bytes"] if costs is not None else None,
             layout=facts["layout"],
-            distributed_optimizer=facts["distributed_optimizer"],
+            optimizer=Optimizer(**facts["optimizer"]),
             check_split=False,
         )
     except (KeyError, TypeError) as error:

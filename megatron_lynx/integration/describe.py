@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
 
-from megatron_lynx.spec import Batch, Model, Parallel
+from megatron_lynx.spec import Batch, Model, Optimizer, Parallel
 
 
 def model_of(args: Namespace, config: Any, device: torch.device) -> Model:
@@ -26,6 +27,9 @@ def model_of(args: Namespace, config: Any, device: torch.device) -> Model:
         attention_softmax_in_fp32=config.attention_softmax_in_fp32,
         mask_from_data=args.create_attention_mask_in_dataloader,
         fused_activation=config.bias_activation_fusion,
+        masked_softmax_fusion=config.masked_softmax_fusion,
+        cross_entropy_loss_fusion=config.cross_entropy_loss_fusion,
+        cross_entropy_fusion_impl=getattr(config, "cross_entropy_fusion_impl", "native"),
         dtype_bytes=torch.finfo(config.params_dtype).bits // 8,
         device=kind,
     )
@@ -52,6 +56,17 @@ def batch_of(args: Namespace) -> Batch:
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
     )
+
+
+def optimizer_of(args: Namespace) -> Optimizer:
+    """How gradients and optimizer state are kept; what an older Megatron has no flag for is as there."""
+    own = {field.name: getattr(args, field.name) for field in fields(Optimizer) if hasattr(args, field.name)}
+    if args.bf16 and not getattr(args, "grad_reduce_in_bf16", False):
+        plain = getattr(args, "main_grads_dtype", "fp32") in ("fp32", torch.float32)
+        own["accumulate_allreduce_grads_in_fp32"] |= plain  # as validate_args does, which may be to come
+    types = {name: str(value).rpartition(".")[2] for name, value in own.items() if name.endswith("_dtype")}
+    names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp8"}
+    return Optimizer(**{**own, **{name: names.get(text, text) for name, text in types.items()}})
 
 
 def model_before_validation(args: Namespace) -> Model:

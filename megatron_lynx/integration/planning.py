@@ -13,11 +13,11 @@ import torch
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import LynxError
-from megatron_lynx.integration.describe import model_before_validation
+from megatron_lynx.integration.describe import model_before_validation, optimizer_of
 from megatron_lynx.integration.measuring.memory import measured_costs
 from megatron_lynx.plan import Plan, parse_plan
 from megatron_lynx.search.workflow import plan_with_costs
-from megatron_lynx.spec import Batch, Model, Parallel
+from megatron_lynx.spec import Batch, Model, Optimizer, Parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Asked:
     memory_bytes: int
     planner: str
     layout: str | None
-    distributed_optimizer: bool
+    optimizer: Optimizer
     profile: Path | None
 
 
@@ -57,7 +57,7 @@ def _plan(asked: Asked, table: CostTable) -> Plan:
         memory_bytes=asked.memory_bytes,
         planner=asked.planner,
         layout=asked.layout,
-        distributed_optimizer=asked.distributed_optimizer,
+        optimizer=asked.optimizer,
     )
 
 
@@ -91,7 +91,7 @@ def split_layout(args: Namespace, memory_bytes: int) -> str | None:
         memory_bytes=memory_bytes,
         planner="heu",
         partition=args.lynx_partition,
-        distributed_optimizer=args.use_distributed_optimizer,
+        optimizer=optimizer_of(args),
     )
     return plan.layout
 

@@ -120,6 +120,6 @@ def _job(asked: Asked, plan: Plan, run: str) -> str:
         "batch": asdict(asked.batch),
         "memory_bytes": asked.memory_bytes,
         "layout": asked.layout or plan.layout,
-        "distributed_optimizer": asked.distributed_optimizer,
+        "optimizer": asdict(asked.optimizer),
     }
     return json.dumps(facts, indent=1) + "\n"

@@ -28,7 +28,7 @@ from megatron_lynx.integration.arguments import (
 )
 from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.cpu.backend import cpu_backend_active
-from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
+from megatron_lynx.integration.describe import batch_of, model_of, optimizer_of, parallel_of
 from megatron_lynx.integration.install import install
 from megatron_lynx.integration.planning import Asked, make_plan, split_layout
 from megatron_lynx.integration.report import ReportWriter
@@ -96,7 +96,7 @@ def _asked(args: Namespace, chunks: list[Any]) -> Asked:
         memory_bytes=memory or UNLIMITED_BYTES,
         planner=args.lynx_planner or ("opt" if memory else "windows"),
         layout=args.pipeline_model_parallel_layout,
-        distributed_optimizer=args.use_distributed_optimizer,
+        optimizer=optimizer_of(args),
         profile=Path(args.lynx_profile) if args.lynx_profile else None,
     )
 

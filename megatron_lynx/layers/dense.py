@@ -68,7 +68,8 @@ class Sizes:
     ``hidden`` is the shard of s x b x h that a rank holds (1/t with sequence parallelism),
     ``gathered`` the whole of it, ``heads`` the attention output, ``qkv`` the fused projection,
     ``wide`` the MLP's inner tensor, ``fc1`` the output of fc1 (twice ``wide`` with SwiGLU),
-    ``scores`` one s x s tensor of all heads, ``mask`` a dropout mask of ``hidden``.
+    ``scores`` one s x s tensor of all heads, ``softmax`` one in the type in which unfused attention
+    computes its softmax, ``mask`` a dropout mask of ``hidden``.
     """
 
     tokens: int
@@ -79,6 +80,7 @@ class Sizes:
     wide: int
     fc1: int
     scores: int
+    softmax: int
     mask: int
 
     @classmethod
@@ -98,6 +100,7 @@ class Sizes:
             wide=wide,
             fc1=wide * 2 if model.swiglu else wide,
             scores=tokens * batch.seq_length * heads * e,
+            softmax=tokens * batch.seq_length * heads * model.softmax_bytes(tp, batch),
             mask=rows * model.hidden_size * model.mask_bytes if model.hidden_dropout else 0,
         )
 
@@ -133,13 +136,13 @@ def workspace_bytes(model: Model, parallel: Parallel, batch: Batch) -> tuple[int
 
     The residual's gradient all the time. Before fc1, the gradients of its output and of the MLP's
     inner tensor. From fc1 on, the larger of its own and those of attention (with unfused attention,
-    of two s x s tensors). From the QKV linear on, those of its output and input.
+    of two s x s tensors in the softmax's type). From the QKV linear on, those of its output and input.
     """
     z = Sizes.of(model, parallel, batch)
     mlp = z.wide + z.fc1 + z.gathered
     attention = z.heads + z.qkv + z.gathered
     if model.attention == "unfused":
-        attention += 2 * z.scores
+        attention += 2 * z.softmax
     return z.hidden + mlp, z.hidden + max(z.fc1 + z.gathered, attention), z.hidden + z.qkv + z.gathered
 
 
@@ -208,30 +211,28 @@ def _attention_forward(model: Model, batch: Batch, z: Sizes) -> tuple[Kernel, ..
     """Two products of s x s x d per head. Flash: one causal kernel, half of them. Unfused: all of
     them, with the scores, the softmax and the dropped probabilities going through memory."""
     product = 2 * batch.seq_length * z.heads // model.dtype_bytes
-    if model.attention == "flash":
+    if model.attention != "unfused":
         return (Kernel(product, z.qkv + z.heads, attention=True),)
-    wide = 2 if model.attention_softmax_in_fp32 else 1
     kernels = [
         Kernel(product, z.qkv + z.scores),
-        Kernel(0, z.scores * (1 + wide)),
+        Kernel(0, z.scores + z.softmax),
     ]
     if model.attention_dropout:
         mask = z.scores // model.dtype_bytes * model.mask_bytes
-        kernels.append(Kernel(0, z.scores * (1 + wide) + mask))
+        kernels.append(Kernel(0, z.scores + z.softmax + mask))
     return (*kernels, Kernel(product, z.scores + 2 * z.heads), Kernel(0, 2 * z.heads))
 
 
 def _attention_backward(model: Model, batch: Batch, z: Sizes) -> tuple[Kernel, ...]:
     """Two products for each of the forward's; flash recomputes one more."""
     product = 2 * batch.seq_length * z.heads // model.dtype_bytes
-    if model.attention == "flash":
+    if model.attention != "unfused":
         return (Kernel(int(FLASH_BACKWARD * product), 2 * (z.qkv + z.heads), attention=True),)
-    wide = 2 if model.attention_softmax_in_fp32 else 1
     kernels = [Kernel(product, z.scores + 2 * z.heads), Kernel(product, z.scores + 2 * z.heads)]
     if model.attention_dropout:
         mask = z.scores // model.dtype_bytes * model.mask_bytes
         kernels.append(Kernel(0, 2 * z.scores + mask))
-    kernels.append(Kernel(0, z.scores * (1 + 2 * wide)))
+    kernels.append(Kernel(0, z.scores + 2 * z.softmax))
     return (*kernels, *(Kernel(product, z.scores + 2 * z.heads),) * 2, Kernel(0, 2 * z.qkv))
 
 

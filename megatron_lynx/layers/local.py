@@ -195,11 +195,12 @@ def _score_storages(model: Model, parallel: Parallel, batch: Batch) -> tuple[Sto
     s, b = batch.seq_length, batch.micro_batch_size
     scores = b * heads * s * s
     sizes: dict[str, int] = {}
-    if model.attention == "flash":
+    if model.attention != "unfused":
         sizes["logsumexp"] = b * heads * s * 4
     else:
-        wide = 4 if model.attention_softmax_in_fp32 else e
-        sizes = {"causal_mask": 0 if model.mask_from_data else s * s, "softmax": scores * wide}
+        wide = model.softmax_bytes(parallel.tp, batch)
+        masked = model.mask_from_data or model.fuses_softmax(parallel.tp, batch)
+        sizes = {"causal_mask": 0 if masked else s * s, "softmax": scores * wide}
         if model.attention_dropout > 0:
             sizes |= {"dropout_mask": scores * model.mask_bytes, "dropped": scores * e}
         elif wide != e:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 
-from megatron_lynx.errors import ConfigError
+from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.planner.adapipe import adapipe
 from megatron_lynx.planner.baselines import (
     full_block,
@@ -70,10 +70,17 @@ def plan(problem: StageProblem, planner: str = "opt", options: SolveOptions | No
     options = options or SolveOptions()
     started = time.perf_counter_ns()
     offered = options.restrict(problem)
-    answer = _solve(offered, planner, options)
+    try:
+        answer = _solve(offered, planner, options)
+    except InfeasibleError as error:
+        if error.needed_bytes >= offered.step_bytes:
+            raise
+        raise infeasible(problem, planner, offered.step_bytes) from error
     price = Pricer(offered, answer.graph).price(answer.plan)
     if answer.status == "fixed" and price.peak_bytes > problem.budget_bytes:
         raise infeasible(problem, planner, price.peak_bytes)
+    if offered.step_bytes > offered.budget_bytes:
+        raise infeasible(problem, planner, offered.step_bytes)
     name = planner if answer.number is None else f"{planner.rstrip('-0123456789')}-{answer.number}"
     return judged(
         offered,

@@ -168,10 +168,19 @@ class BoundModel:
     def _memory(self, number: int) -> None:
         """Bytes alive in the backwards of a chunk, at each moment of its turn."""
         problem, chunk = self.problem, self.chunks.get(number)
+        ending, beginning = problem.ending(number), problem.beginning(number)
         for moment in problem.turns[number].moments:
+            if beginning:
+                done = len(chunk.blocks) if chunk else 0
+                self.memory.row(*self._kept(moment, number, done), beginning)
             if chunk is None:
-                self.memory.row(*self._kept(moment), 0)
+                self.memory.row(*self._kept(moment), ending)
                 continue
+            if ending:
+                terms, constant = self._kept(moment)
+                for block in chunk.blocks:
+                    terms += block.alive(chunk.before - 1, done=chunk.before)
+                self.memory.row(terms, constant, ending)
             for phase in range(problem.phases):
                 for i in range(len(chunk.apart)):
                     self._first(moment, number, i, phase)

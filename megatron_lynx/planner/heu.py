@@ -166,28 +166,38 @@ class _PolicyModel:
     def _memory(self) -> None:
         """Forward windows of the last layer, stall, head, and the first two backwards of each chunk."""
         problem = self.problem
-        turns = {(len(chunk), problem.most_layers(i)) for i, chunk in enumerate(problem.chunks)}
+        turns = {
+            (len(chunk), problem.most_layers(i), problem.ending(i), problem.beginning(i))
+            for i, chunk in enumerate(problem.chunks)
+        }
         early = passes_early(problem, soft=self.options.soft)
-        for length, flights in sorted(turns):
-            if early or not length:
-                self._before_backward(length, flights)
+        kept, constant = self.block.kept()
+        for length, flights, ending, beginning in sorted(turns):
+            if early or ending or not length:
+                self._before_backward(length, flights, ending)
             for phase in range(self.phases):
                 self._first_backwards(length, flights, phase)
+            if beginning:
+                others = flights - length
+                self.memory.row(scaled(kept, others), constant * others, beginning)
 
-    def _before_backward(self, length: int, flights: int) -> None:
+    def _before_backward(self, length: int, flights: int, ending: int) -> None:
         """The points before the backward of a chunk of ``length`` layers, where ``flights`` layers of
-        microbatches are alive."""
+        microbatches are alive, and at last the head with ``ending`` bytes."""
         block = self.block
         kept, constant = block.kept()
         if not length:
-            self.memory.row(scaled(kept, flights), constant * flights, 0)
+            self.memory.row(scaled(kept, flights), constant * flights, ending)
             return
         forwards = [j for j, s in enumerate(block.slots) if cast(Key, s.key)[0] == "fwd"]
         for level in range(self.before):
             others = max(forwards) if level in forwards else level
             terms = [*scaled(kept, flights), *block.alive(level)]
             terms += scaled(block.alive(others, done=others + (level in forwards)), length - 1)
-            self.memory.row(terms, constant * flights, 0)
+            self.memory.row(terms, constant * flights, 0 if level in forwards else ending)
+        if forwards and ending:
+            end = block.alive(max(forwards), done=max(forwards) + 1)
+            self.memory.row([*scaled(kept, flights), *scaled(end, length)], constant * flights, ending)
 
     def _first_backwards(self, length: int, flights: int, phase: int) -> None:
         """A phase of the backward of a chunk's last layer, and of the one before it."""

@@ -62,8 +62,12 @@ class _Points:
         """The point of the first phase of each layer's backward."""
         self.at = {w: self.backward[w.layer] + problem.phase_of(w) for w in windows if w.kind == "bwd"}
         self.at.update({w: i + (i >= forwards) for i, w in enumerate(early)})
+        self.forward, self.after = forwards, self.before + len(layers) * phases
+        """The point at the end of the forward pass, and that behind the last backward."""
         self.names = [*map(str, early), *(point_of(problem, k, p) for k in layers for p in range(phases))]
         self.names.insert(forwards, "forward")
+        if problem.beginning(chunk):
+            self.names.append("embedding")
         self.size, self.moments = len(self.names), turn.moments
         self.span = slice(start, start + self.size * len(turn.moments))
 
@@ -100,11 +104,12 @@ class Pricer:
         self.workspaces = np.zeros(self.size, dtype=np.int64)
         self.alive = [np.zeros(self.size, dtype=np.int64) for _ in problem.chunks]
         """Microbatches of each chunk that are alive at every point."""
-        for points in self.turns:
+        for number, points in enumerate(self.turns):
+            own = points.own(self.workspaces)
             for phase in range(self.phases):
-                points.own(self.workspaces)[:, points.before + phase :: self.phases] = problem.workspace(
-                    phase
-                )
+                own[:, points.before + phase : points.after : self.phases] = problem.workspace(phase)
+            own[:, points.forward : points.before] = problem.ending(number)
+            own[:, points.after :] = problem.beginning(number)
             for chunk, alive in enumerate(self.alive):
                 points.own(alive)[:] = [[moment[chunk]] for moment in points.moments]
 
@@ -192,15 +197,16 @@ class Pricer:
                 loads[window] = loads.get(window, 0) + load
         problem, pairs = self.problem, list(zip(prices, self.layers, strict=True))
         alive = sum((self.alive[self.chunk[k]] * p.kept for p, k in pairs), np.zeros_like(rebuilt))
-        peak = int(memory.argmax())
+        peak = int(memory.argmax()) if self.size else -1
+        most = int(memory[peak]) if self.size else 0
         return Price(
             exposed_ns=sum(p.exposed_ns for p in prices)
             + sum(problem.excess_ns(w, load) for (_, w), load in loads.items()),
             hidden_ns=sum(min(load, problem.capacity_ns(w)) for (_, w), load in loads.items()),
             kept_bytes=int(alive.max()),
             rebuilt_bytes=int(rebuilt.max()),
-            peak_bytes=int(memory[peak]),
-            peak_point=self._name(peak),
+            peak_bytes=max(most, problem.step_bytes),
+            peak_point=self._name(peak) if most >= problem.step_bytes else "step",
         )
 
     def _name(self, point: int) -> str:
@@ -216,10 +222,21 @@ def point_of(problem: StageProblem, layer: int, phase: int) -> str:
 def fits_whole(problem: StageProblem) -> bool:
     """Whether everything can be kept."""
     graph, extra = problem.graph, 0
+    if not _moments_fit(problem):
+        return False
     for phase in range(problem.phases) if problem.layers else ():
         gone = sum(s.size_bytes for s in graph.storages if s.saved_by and graph.release_phase(s.name) < phase)
         extra = max(extra, problem.workspace(phase) - gone)
     return graph.kept_bytes() * problem.most_layers() + extra <= problem.budget_bytes
+
+
+def _moments_fit(problem: StageProblem) -> bool:
+    """Whether everything can be kept in the moments outside of the layers."""
+    kept, last = problem.graph.kept_bytes(), len(problem.chunks) - 1
+    head = kept * problem.most_layers(last) + problem.head_bytes
+    others = problem.most_layers(0) - len(problem.chunks[0])
+    embedding = kept * others + problem.embedding_bytes if problem.embedding_bytes else 0
+    return max(head, embedding, problem.step_bytes) <= problem.budget_bytes
 
 
 def candidates(graph: LayerGraph) -> tuple[str, ...]:

@@ -17,7 +17,13 @@ interrupts. At a point are alive:
 - what was rebuilt, from the point of its window (or, on demand, the phase in which it is first needed)
   to its release if some backward reads it, else to the point where the last dropped region that reads
   it is rebuilt;
-- in a backward, the workspace of the phase.
+- in a backward, the workspace of the phase;
+- from the end of the forward pass until the first backward, in the turn of the last chunk, what the
+  output layer and the loss take (``head_bytes``, on the last stage).
+
+After the last backward of the first chunk comes one more point, the backward of the embedding
+(``embedding_bytes``, on the first stage), and after all the optimizer's step (``step_bytes``), when no
+activation is alive.
 
 On demand a region runs again when a backward or another region on demand first needs it; one that
 nobody needs (the end of a layer in Megatron's full recompute) when its layer's backward begins, and
@@ -46,13 +52,13 @@ class StageProblem:
 
     ``chunks`` are the global layer indices of each model chunk (one chunk without VPP), ``turns`` how
     the backward passes of each chunk come: what is alive then, and which windows come before.
-    ``budget_bytes`` is what activations may take: device memory less weights, gradients,
-    optimizer, logits and the reserve. ``stall_ns`` is the idle time before a backward in the steady
+    ``budget_bytes`` is what activations and moments may take: device memory less weights, gradients,
+    optimizer, buffers and the reserve. ``stall_ns`` is the idle time before a backward in the steady
     state; ``has_stall`` tells that there is a stall also where that is 0: one before the first backward
     and in the cooldown (see ``fill``). ``head_ns`` is the output layer's collective (last stage only).
     ``workspace_bytes`` is what each phase of a layer's backward needs besides saved storages; what is
     not said is nothing. ``recompute_modules`` are the regions that Megatron's own flag of that name runs
-    again.
+    again. ``head_bytes``, ``embedding_bytes`` and ``step_bytes`` are alive at those moments only.
     """
 
     stage: int
@@ -67,6 +73,9 @@ class StageProblem:
     has_stall: bool = False
     head_ns: int = 0
     workspace_bytes: tuple[int, ...] = ()
+    head_bytes: int = 0
+    embedding_bytes: int = 0
+    step_bytes: int = 0
     recompute_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     _rooms: dict[tuple[str, str], int] = field(init=False, repr=False, compare=False)
     """Length of each window, which is the same for every layer."""
@@ -105,6 +114,14 @@ class StageProblem:
     def workspace(self, phase: int) -> int:
         """Bytes that a phase needs besides saved storages."""
         return self.workspace_bytes[phase] if phase < len(self.workspace_bytes) else 0
+
+    def ending(self, chunk: int) -> int:
+        """Bytes that the head takes between the forward pass of ``chunk`` and its backward."""
+        return self.head_bytes if chunk == len(self.chunks) - 1 else 0
+
+    def beginning(self, chunk: int) -> int:
+        """Bytes that the backward of the embedding takes, after those of the layers of ``chunk``."""
+        return self.embedding_bytes if chunk == 0 else 0
 
     def phase_of(self, window: Window) -> int:
         """The phase of its layer's backward that a ``bwd`` window interrupts."""

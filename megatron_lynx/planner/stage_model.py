@@ -107,6 +107,7 @@ class StageModel:
             points: list[tuple[int, int | None, int]] = []
             if self.split or not chunk:
                 points += [(level, None, 0) for level in range(before)]
+            self._moments(number)
             backward = ((layer, phase) for layer in reversed(chunk) for phase in phases)
             points += [(level, layer, phase) for level, (layer, phase) in enumerate(backward, start=before)]
             for level, layer, phase in points:
@@ -115,18 +116,42 @@ class StageModel:
                 for moment in turn.moments:
                     self._point(moment, number, layer, phase, rebuilt)
 
+    def _moments(self, number: int) -> None:
+        """The head before the backward of chunk ``number``, and the embedding after it, if they are here."""
+        chunk, before = self.problem.chunks[number], self.before[number]
+        ending, beginning = self.problem.ending(number), self.problem.beginning(number)
+        forward = before - len(self.idle[number])
+        levels = [(forward - 1, forward), *((level, level) for level in range(forward, before))]
+        for moment in self.problem.turns[number].moments:
+            for level, done in levels if ending else ():
+                terms, constant = self._kept(moment)
+                terms += [term for k in chunk for term in self.blocks[k].alive(level, done=done)]
+                self.memory.row(terms, constant, ending)
+            if beginning:
+                terms, constant = self._kept(moment, number, chunk[0] if chunk else 0)
+                self.memory.row(terms, constant, beginning)
+
+    def _kept(
+        self, moment: tuple[int, ...], number: int = -1, first: int | None = None
+    ) -> tuple[list[Term], float]:
+        """Kept units at a moment, those of the layers of chunk ``number`` from ``first`` on once less."""
+        terms, constant = list[Term](), 0.0
+        for other, (layers, alive) in enumerate(zip(self.problem.chunks, moment, strict=True)):
+            for k in layers:
+                over = first is not None and other == number and k >= first
+                kept, fixed = self.blocks[k].kept()
+                terms += scaled(kept, alive - over)
+                constant += fixed * (alive - over)
+        return terms, constant
+
     def _point(
         self, moment: tuple[int, ...], number: int, layer: int | None, phase: int, rebuilt: list[Term]
     ) -> None:
         """Bytes alive at one point of the turn of chunk ``number``: before the backward, or in a phase of
         the backward of ``layer``."""
-        terms, constant, extra = list(rebuilt), 0.0, 0
-        for other, (layers, alive) in enumerate(zip(self.problem.chunks, moment, strict=True)):
-            for k in layers:
-                over = layer is not None and other == number and k >= layer
-                kept, fixed = self.blocks[k].kept()
-                terms += scaled(kept, alive - over)
-                constant += fixed * (alive - over)
+        terms, constant = self._kept(moment, number, layer)
+        extra = 0
+        terms += rebuilt
         if layer is not None:
             kept, fixed = self.blocks[layer].kept(phase)
             terms += kept

@@ -28,7 +28,7 @@ class Violation:
     region reads is not at hand), ``overfull`` (``over`` ns beyond the window), ``input`` (the
     layer's input cannot be rebuilt), ``memory`` (``over`` bytes beyond the budget). ``point`` is
     the window or ``backward LAYER`` (with the region that begins the phase, after the first one)
-    where it happens.
+    where it happens, or ``forward`` (its end), ``embedding``, ``step``.
     """
 
     kind: str
@@ -90,6 +90,11 @@ def walk(
         notes.steps += worst.steps
         notes.violations += worst.violations
         notes.exposed_ns += worst.exposed_ns
+    if problem.step_bytes:
+        notes.steps.append(Step("step", problem.step_bytes))
+        if problem.step_bytes > problem.budget_bytes:
+            over = problem.step_bytes - problem.budget_bytes
+            notes.violations.append(Violation(kind="memory", point="step", over=over))
     return notes
 
 
@@ -146,8 +151,11 @@ class _Referee:
     ) -> None:
         self.problem, self.plan, self.graph, self.soft = problem, plan, graph, soft
         self.notes = Walk()
+        self.extra = 0
+        """What a moment outside of the layers takes."""
         self.windows = problem.windows(chunk)
         self.own = problem.chunks[chunk]
+        self.first, self.last = chunk == 0, chunk == len(problem.chunks) - 1
         self.plans = {p.layer: p for p in plan.layers}
         self.dropped = {p.layer: p.dropped for p in plan.layers}
         self.regions = {region.name: region for region in self.graph.regions}
@@ -188,13 +196,18 @@ class _Referee:
             if window.kind == "fwd":
                 self._open(window, due.get(window, ()))
                 self._close(str(window))
+        self.extra = self.problem.head_bytes if self.last else 0
         self._close("forward")
         for window in self.windows:
             if window.kind in ("stall", "head"):
                 self._open(window, due.get(window, ()))
                 self._close(str(window))
+        self.extra = 0
         for layer in reversed(self.own):
             self._backward(layer, due)
+        if self.first and self.problem.embedding_bytes:
+            self.extra = self.problem.embedding_bytes
+            self._close("embedding")
         return self.notes
 
     # Rebuilding ---------------------------------------------------------------------------------
@@ -338,4 +351,5 @@ class _Referee:
         """Bytes alive now: before the backward, or in a phase of the backward of ``layer``."""
         gone = sum(self.held[k][name] for k, name in self.gone)
         rebuilt = sum(self.sizes[name] for _, name in self.again)
-        return self.kept - gone + rebuilt + (0 if layer is None else self.problem.workspace(phase))
+        work = self.extra if layer is None else self.problem.workspace(phase)
+        return self.kept - gone + rebuilt + work

@@ -68,7 +68,10 @@ def job_facts(job: Job) -> dict[str, Any]:
     """The job as JSON values: ``model``, ``parallel``, ``batch``, ``cluster``."""
     facts: dict[str, Any] = {
         "model": asdict(job.model),
-        "parallel": {**asdict(job.parallel), "distributed_optimizer": job.distributed_optimizer},
+        "parallel": {
+            **asdict(job.parallel),
+            "distributed_optimizer": job.optimizer.use_distributed_optimizer,
+        },
         "batch": {**asdict(job.batch), "num_microbatches": job.microbatches},
         "cluster": {
             "name": job.cluster.name if job.cluster else None,

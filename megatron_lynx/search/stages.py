@@ -37,18 +37,22 @@ def stage_problem(
     parallel, kind = job.parallel, kind_of(job.model)
     layers = sum(len(chunk) for chunk in chunks)
     last = stage == parallel.pp - 1
+    footprint = job.footprint(stage, layers)
     return StageProblem(
         stage=stage,
         chunks=chunks,
         graph=job.graph,
         costs=job.costs.layer,
         turns=turns(parallel, job.microbatches, stage),
-        budget_bytes=job.memory_bytes - job.footprint(stage, layers).static_bytes,
+        budget_bytes=job.memory_bytes - footprint.static_bytes,
         forward_slots=kind.forward_slots(parallel),
         backward_slots=kind.backward_slots(parallel),
         stall_ns=stall_ns,
         head_ns=job.costs.head_window_ns if last else 0,
         workspace_bytes=job.workspace_bytes,
+        head_bytes=footprint.moments.head_bytes,
+        embedding_bytes=footprint.moments.embedding_bytes,
+        step_bytes=footprint.moments.step_bytes,
         recompute_modules=kind.recompute_modules,
     )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from megatron_lynx import planner as planners
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError, InfeasibleError, PlanError
+from megatron_lynx.footprint import embedding_bytes, head_bytes
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.layers import kind_of
@@ -28,7 +29,7 @@ from megatron_lynx.search.splits import given_split, searched
 from megatron_lynx.search.stages import Bench, Split
 from megatron_lynx.simulator.engine import SimJob, simulate
 from megatron_lynx.simulator.timeline import Timeline
-from megatron_lynx.spec import Batch, Model, Parallel
+from megatron_lynx.spec import Batch, Model, Optimizer, Parallel
 
 __all__ = [
     "MEGATRON_METHODS",
@@ -252,6 +253,8 @@ def timeline_of(job: Job, plan: Plan) -> Timeline:
             parallel=job.parallel,
             microbatches=job.microbatches,
             workspace_bytes=job.workspace_bytes,
+            head_bytes=head_bytes(job.model, job.parallel, job.batch),
+            embedding_bytes=embedding_bytes(job.model, job.parallel, job.batch),
         )
     )
 
@@ -273,7 +276,7 @@ def plan_with_costs(
     planner: str = "opt",
     partition: str = "keep",
     layout: str | None = None,
-    distributed_optimizer: bool = False,
+    optimizer: Optimizer | None = None,
     options: SolveOptions = OPTIONS,
 ) -> Plan:
     """The plan of a training run whose costs were measured, for use at its start.
@@ -293,7 +296,7 @@ def plan_with_costs(
         costs=costs,
         memory_bytes=memory_bytes,
         layout=layout,
-        distributed_optimizer=distributed_optimizer,
+        optimizer=optimizer,
         check_split=partition == "keep",
     )
     return plan_job(job, planner, partition, options).plan

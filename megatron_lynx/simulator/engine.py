@@ -144,9 +144,10 @@ def step_of(prog: Program, stages: Sequence[SimStage], p2p_ns: int = 0) -> Step:
 class SimJob:
     """What is to be simulated: a plan for every rank, and what things cost.
 
-    ``graph`` is that of all layers, or one for each rank. ``workspace_bytes`` is what each phase
-    of a layer's backward needs besides its saved storages. ``fine`` counts memory by region instead of
-    by phase (see ``ledger``).
+    ``graph`` is that of all layers, or one for each rank. ``workspace_bytes`` is what each phase of a
+    layer's backward needs besides its saved storages; ``head_bytes`` is what the output layer and the
+    loss take on the last rank, ``embedding_bytes`` the backward of the embedding on the first.
+    ``fine`` counts memory by region instead of by phase (see ``ledger``).
     """
 
     stages: tuple[StagePlan, ...]
@@ -155,6 +156,8 @@ class SimJob:
     parallel: Parallel
     microbatches: int
     workspace_bytes: tuple[int, ...] = ()
+    head_bytes: int = 0
+    embedding_bytes: int = 0
     fine: bool = False
 
 
@@ -187,7 +190,16 @@ def simulate(job: SimJob) -> Timeline:
     else:
         indexes = [GraphIndex(graph) for graph in job.graph]
     walks = tuple(
-        StageWalk(plan, index, job.table, parallel.pp, job.workspace_bytes, job.fine)
+        StageWalk(
+            plan,
+            index,
+            job.table,
+            parallel.pp,
+            workspace_bytes=job.workspace_bytes,
+            head_bytes=job.head_bytes,
+            embedding_bytes=job.embedding_bytes,
+            fine=job.fine,
+        )
         for plan, index in zip(job.stages, indexes, strict=True)
     )
     prog = program(parallel, job.microbatches)

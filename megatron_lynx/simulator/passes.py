@@ -35,7 +35,9 @@ IN_STALL: Final = "rebuilt in the stall"
 IN_BACKWARD: Final = "rebuilt in backward windows"
 ON_DEMAND: Final = "rebuilt on demand"
 WORKSPACE: Final = "backward workspace"
-OWNERS: Final = (KEPT, IN_FORWARD, IN_STALL, IN_BACKWARD, ON_DEMAND, WORKSPACE)
+HEAD: Final = "logits and loss"
+EMBEDDING: Final = "embedding gradient"
+OWNERS: Final = (KEPT, IN_FORWARD, IN_STALL, IN_BACKWARD, ON_DEMAND, WORKSPACE, HEAD, EMBEDDING)
 """Whose the bytes are."""
 
 

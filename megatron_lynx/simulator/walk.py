@@ -44,8 +44,9 @@ class StageWalk:
 
     ``stages`` is the number of ranks; with it the walk knows which chunk holds the embedding or the
     head, and which backward receives its gradient over the pipeline link. ``workspace_bytes`` is
-    held during each phase of a layer's backward. ``fine`` counts memory by region instead of by phase;
-    ``timed_only`` leaves pieces and memory out of the passes.
+    held during each phase of a layer's backward, ``head_bytes`` while the output layer and the loss run,
+    ``embedding_bytes`` in the backward of the embedding. ``fine`` counts memory by region instead of by
+    phase; ``timed_only`` leaves pieces and memory out of the passes.
     """
 
     def __init__(
@@ -55,12 +56,15 @@ class StageWalk:
         table: CostTable,
         stages: int,
         workspace_bytes: tuple[int, ...] = (),
+        head_bytes: int = 0,
+        embedding_bytes: int = 0,
         fine: bool = False,
         timed_only: bool = False,
     ) -> None:
         self.plan, self.table, self.costs = plan, table, table.layer
         self.index = graph if isinstance(graph, GraphIndex) else GraphIndex(graph)
         self.workspace_bytes, self.fine = workspace_bytes, fine
+        self.head_bytes, self.embedding_bytes = head_bytes, embedding_bytes
         waits = [name.removeprefix("bwd:") for name in self.costs.collective_ns if name.startswith("bwd:")]
         self._slots = {(slot.partition(".")[0], self.costs.gemm_beside(slot)): slot for slot in waits}
         self._cursor = Clock if timed_only else Cursor
@@ -126,7 +130,9 @@ class StageWalk:
                 if waits and region not in costs.beside:
                     self._window(cursor, window, ledger, costs.window_ns(window), due=due)
         if self.has_head(chunk):
+            cursor.memory(self.head_bytes, kinds.HEAD, -1, "head")
             cursor.run(kinds.FORWARD, table.head_forward_ns, -1, "head")
+            cursor.memory(-self.head_bytes, kinds.HEAD, -1, "head")
         done = Pass(body=tuple(cursor.pieces), body_deltas=tuple(cursor.deltas), body_ns=cursor.now_ns)
         return done, ledger
 
@@ -145,12 +151,16 @@ class StageWalk:
         cursor = self._cursor()
         if self.has_head(chunk):
             compute = table.head_backward_ns - table.head_window_ns
+            cursor.memory(self.head_bytes, kinds.HEAD, -1, "head")
             cursor.run(kinds.BACKWARD, compute, -1, "head")
             self._window(cursor, Window("head"), ledger, table.head_window_ns)
+            cursor.memory(-self.head_bytes, kinds.HEAD, -1, "head")
         for layer in reversed(self.plan.chunks[chunk]):
             self._walk_layer_backward(cursor, layer, ledger)
         if self.has_embedding(chunk):
+            cursor.memory(self.embedding_bytes, kinds.EMBEDDING, -1, "embedding")
             cursor.run(kinds.BACKWARD, table.embedding_backward_ns, -1, "embedding")
+            cursor.memory(-self.embedding_bytes, kinds.EMBEDDING, -1, "embedding")
         return Pass(
             early=tuple(early.pieces),
             early_deltas=tuple(early.deltas),

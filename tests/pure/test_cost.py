@@ -14,6 +14,7 @@ from megatron_lynx.cost import CostTable, LayerCosts
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import estimate_costs, padded_vocabulary
 from megatron_lynx.footprint import (
+    Footprint,
     footprint,
     phase_workspaces,
     stage_parameters,
@@ -25,7 +26,7 @@ from megatron_lynx.layers import kind_of, layer_graph
 from megatron_lynx.layers.local import KIND, backward_slots, forward_slots
 from megatron_lynx.plan import Window
 from megatron_lynx.presets import load_cluster, load_model, preset_names
-from megatron_lynx.spec import Batch, Model, Parallel
+from megatron_lynx.spec import Batch, Model, Optimizer, Parallel
 from tests.support.toy import toy_graph
 
 TOY, A100 = load_cluster("toy"), load_cluster("a100-80g-nvlink")
@@ -293,21 +294,25 @@ def test_stages_hold_the_whole_model(tp: int, pp: int, llama: bool) -> None:
     assert held == alone + copy
 
 
+def _of_parameters(found: Footprint) -> int:
+    return found.weights_bytes + found.gradients_bytes + found.main_params_bytes + found.optimizer_bytes
+
+
 def test_static_memory_by_hand() -> None:
-    """18 bytes a parameter; 6 + 12/DP with the distributed optimizer; fp32 logits twice."""
+    """18 bytes a parameter; 6 + 12/DP with the distributed optimizer; logits, and a copy in fp32."""
     model, batch = load_model("gpt-1.3b"), Batch(seq_length=2048, micro_batch_size=1, global_batch_size=8)
     plain = footprint(model, Parallel(pp=2, dp=4), batch, stage=0, layers=12, in_flight=2)
     count = plain.parameters
-    assert plain.weights_bytes + plain.gradients_bytes + plain.optimizer_bytes == 18 * count
-    shared = footprint(
-        model, Parallel(pp=2, dp=4), batch, stage=0, layers=12, in_flight=2, distributed_optimizer=True
-    )
-    assert shared.weights_bytes + shared.gradients_bytes + shared.optimizer_bytes == 9 * count
-    assert plain.logits_bytes == 0
+    assert _of_parameters(plain) == 18 * count
+    split = Optimizer(use_distributed_optimizer=True)
+    shared = footprint(model, Parallel(pp=2, dp=4), batch, stage=0, layers=12, in_flight=2, optimizer=split)
+    assert 9 * count <= _of_parameters(shared) <= 9 * count + 9 * 4 * 128
+    assert plain.moments.head_bytes == 0
     assert plain.embedding_bytes == 2 * (2048 * 2048 + 16 * 2048)
     last = footprint(model, Parallel(pp=2), batch, stage=1, layers=12, in_flight=1)
     assert last.embedding_bytes == 0
-    assert last.logits_bytes == 2048 * 51200 * 10 + 2 * 2048 * 2048 * 2
+    assert last.moments.head_bytes == 2048 * 51200 * 6 + 4 * 8 * 2048 + 2 * 2048 * 2048 * 2
+    assert last.moments.embedding_bytes == 0
     assert last.static_bytes == sum(size for _, size in last.owners())
 
 
@@ -315,7 +320,7 @@ def test_fp32_has_no_second_copy_of_the_weights() -> None:
     model = load_model("gpt-1.3b", dtype_bytes=4)
     batch = Batch(seq_length=128, micro_batch_size=1, global_batch_size=1)
     one = footprint(model, Parallel(), batch, stage=0, layers=24, in_flight=1)
-    assert one.weights_bytes + one.gradients_bytes + one.optimizer_bytes == 16 * one.parameters
+    assert _of_parameters(one) == 16 * one.parameters
 
 
 def test_the_vocabulary_is_padded_as_megatron_pads() -> None:
@@ -326,11 +331,12 @@ def test_the_vocabulary_is_padded_as_megatron_pads() -> None:
 
 def test_a_step_reduces_gradients_and_runs_adam() -> None:
     """10^9 parameters on the toy cluster: 30 bytes each at 1 TB/s, gradients by the node link."""
-    alone = step_ns(10**9, Parallel(), TOY, distributed_optimizer=False)
+    model, split = load_model("gpt-1.3b"), Optimizer(use_distributed_optimizer=True)
+    alone = step_ns(10**9, model, Parallel(), TOY, Optimizer())
     assert alone == 30 * 10**6
-    pair = step_ns(10**9, Parallel(dp=2), TOY, distributed_optimizer=False)
+    pair = step_ns(10**9, model, Parallel(dp=2), TOY, Optimizer())
     assert pair == 30 * 10**6 + 40 * 10**6  # 4 GB * 2 * 1/2 at 100 GB/s
-    shared = step_ns(10**9, Parallel(dp=2), TOY, distributed_optimizer=True)
+    shared = step_ns(10**9, model, Parallel(dp=2), TOY, split)
     assert shared == 15 * 10**6 + 20 * 10**6 + 10 * 10**6
 
 

@@ -218,7 +218,7 @@ def test_settings_follow_their_rule() -> None:
         ("flash", 2, "light"),
         ("flash", 8, "tight"),
         ("unfused", 1, "light"),
-        ("unfused", 8, "tight"),
+        ("unfused", 4, "tight"),
     ]
 
 

@@ -88,7 +88,7 @@ def best(problem: StageProblem, soft: bool = False) -> Best:
         over = np.maximum(total[:, 1 + i] - capacities[i], 0)
         slowed = 1.0 if window.kind == "stall" else problem.costs.contention
         total[:, 0] += np.ceil(over / slowed).astype(np.int64)
-    peaks = total[:, 1 + width :].max(axis=1)
+    peaks = np.maximum(total[:, 1 + width :].max(axis=1), problem.step_bytes)
     fitting = total[peaks <= problem.budget_bytes]
     return Best(int(fitting[:, 0].min()) if len(fitting) else None, int(peaks.min()))
 
@@ -98,10 +98,18 @@ def _before(problem: StageProblem, chunk: int) -> int:
     return 1 + sum(w.kind != "bwd" for w in problem.windows(chunk))
 
 
+def _after(problem: StageProblem, chunk: int) -> int:
+    """Points after the last backward of a chunk: that of the embedding, where there is one."""
+    return int(chunk == 0 and problem.embedding_bytes > 0)
+
+
 def _workspace(problem: StageProblem, chunk: int) -> Array:
     """Workspace at the points of a chunk's turn, moment by moment."""
     phases = [problem.workspace(phase) for phase in range(problem.phases)]
-    points = [0] * _before(problem, chunk) + phases * len(problem.chunks[chunk])
+    forwards = sum(w.kind == "fwd" for w in problem.windows(chunk))
+    head = problem.head_bytes if chunk == len(problem.chunks) - 1 else 0
+    points = [0] * forwards + [head] * (_before(problem, chunk) - forwards)
+    points += phases * len(problem.chunks[chunk]) + [problem.embedding_bytes] * _after(problem, chunk)
     return np.array(points * len(problem.turns[chunk].moments), dtype=np.int64)
 
 
@@ -180,7 +188,7 @@ def _memory(problem: StageProblem, layer: int, code: dict[str, Array], rows: int
     made = _made_at(problem, code, rows, np.array([*places, 0, 0], dtype=np.int64), own)
     kept = np.zeros(rows, dtype=np.int64)
     over = np.zeros((rows, phases), dtype=np.int64)
-    points = before + len(order) * phases
+    points = before + len(order) * phases + _after(problem, chunk)
     rebuilt = np.zeros((rows, points), dtype=np.int64)
     for storage in graph.storages:
         end = own + graph.release_phase(storage.name)
@@ -206,7 +214,7 @@ def _memory(problem: StageProblem, layer: int, code: dict[str, Array], rows: int
     gone[:, own : own + phases] = over
     found = []
     for number, turn in enumerate(problem.turns):
-        size = _before(problem, number) + len(problem.chunks[number]) * phases
+        size = _before(problem, number) + len(problem.chunks[number]) * phases + _after(problem, number)
         for moment in turn.moments:
             whole = np.repeat(moment[chunk] * kept[:, None], size, axis=1)
             found.append(whole + rebuilt - gone if number == chunk else whole)

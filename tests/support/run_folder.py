@@ -32,7 +32,7 @@ def write_run(folder: Path, job: Job, plan: Plan, *, costs: bool = True) -> None
         "batch": asdict(job.batch),
         "memory_bytes": job.memory_bytes,
         "layout": plan.layout,
-        "distributed_optimizer": job.distributed_optimizer,
+        "optimizer": asdict(job.optimizer),
     }
     (folder / "job.json").write_text(json.dumps(facts))
     if costs:

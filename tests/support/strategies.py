@@ -98,13 +98,16 @@ def stage_problems(
         has_stall=draw(st.booleans()),
         head_ns=draw(st.sampled_from([0, 0, 25])),
         workspace_bytes=tuple(draw(st.integers(0, 10)) for _ in range(3)),
+        head_bytes=draw(st.sampled_from([0, 0, 5, 40])),
+        embedding_bytes=draw(st.sampled_from([0, 0, 5, 40])),
     )
     if soft:
         assume(brute_force.count(problem, soft=True) <= most_plans)
     problem = _limited(problem, most_plans)
     kept = graph.kept_bytes() * problem.most_layers()
     share = draw(st.floats(0.2, 1.05))
-    return replace(problem, budget_bytes=int(kept * share) + max(problem.workspace_bytes))
+    extra = max(*problem.workspace_bytes, problem.head_bytes, problem.embedding_bytes)
+    return replace(problem, budget_bytes=int(kept * share) + extra)
 
 
 def _limited(problem: StageProblem, most_plans: int) -> StageProblem:

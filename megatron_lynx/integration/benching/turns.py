@@ -263,8 +263,7 @@ class InTrainer:
     def _memory_bytes(self, activations: int) -> int:
         """Memory of a device that leaves so many bytes for what the meter counts.
 
-        The meter counts the embedding's saved mask, which a plan's budget does not; the logits are
-        gone before the first layer runs backward.
+        The meter counts the embedding's saved mask, which a plan's budget does not.
         """
         job = self._job(1 << 60)
         first = job.footprint(0, len(self._planned_layers(0)))

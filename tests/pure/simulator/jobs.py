@@ -127,6 +127,8 @@ def problem_of(job: SimJob, stage: int, stall_ns: int = 0, budget_bytes: int = 1
         stall_ns=stall_ns,
         head_ns=job.table.head_window_ns if stage == parallel.pp - 1 else 0,
         workspace_bytes=job.workspace_bytes,
+        head_bytes=job.head_bytes if stage == parallel.pp - 1 else 0,
+        embedding_bytes=job.embedding_bytes if stage == 0 else 0,
         recompute_modules=KIND.recompute_modules,
     )
 
@@ -198,5 +200,7 @@ def wild_jobs(draw: st.DrawFn) -> SimJob:
         parallel=parallel,
         microbatches=microbatches,
         workspace_bytes=draw(st.sampled_from([(), (1000, 300, 2000)])),
+        head_bytes=draw(st.sampled_from([0, 1500, 50_000])),
+        embedding_bytes=draw(st.sampled_from([0, 1200, 40_000])),
         fine=draw(st.booleans()),
     )

@@ -1,0 +1,75 @@
+"""Megatron's flags about kernels, gradients and the optimizer's state, and what they imply.
+
+``complete`` does what ``validate_args`` does with them: a flag may set another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from megatron_lynx.layers import KINDS
+from megatron_lynx.spec import Optimizer
+
+INT = {"num-distributed-optimizer-instances": "num_distributed_optimizer_instances"}
+FLOAT = {"optimizer-offload-fraction": "optimizer_offload_fraction"}
+TEXT = {
+    "transformer-impl": "transformer_impl",
+    "attention-backend": "attention_backend",
+    "cross-entropy-fusion-impl": "cross_entropy_fusion_impl",
+    "main-grads-dtype": "main_grads_dtype",
+    "main-params-dtype": "main_params_dtype",
+    "exp-avg-dtype": "exp_avg_dtype",
+    "exp-avg-sq-dtype": "exp_avg_sq_dtype",
+}
+SWITCH: Mapping[str, tuple[str, Any]] = {
+    "use-distributed-optimizer": ("use_distributed_optimizer", True),
+    "use-precision-aware-optimizer": ("use_precision_aware_optimizer", True),
+    "accumulate-allreduce-grads-in-fp32": ("accumulate_allreduce_grads_in_fp32", True),
+    "grad-reduce-in-bf16": ("grad_reduce_in_bf16", True),
+    "no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
+    "overlap-grad-reduce": ("overlap_grad_reduce", True),
+    "overlap-param-gather": ("overlap_param_gather", True),
+    "optimizer-cpu-offload": ("optimizer_cpu_offload", True),
+    "apply-query-key-layer-scaling": ("attention_softmax_in_fp32", True),
+    "no-masked-softmax-fusion": ("masked_softmax_fusion", False),
+    "no-create-attention-mask-in-dataloader": ("mask_from_data", False),
+    "cross-entropy-loss-fusion": ("cross_entropy_loss_fusion", True),
+    "use-flash-attn": ("attention_backend", "flash"),
+}
+
+
+def complete(values: dict[str, Any]) -> None:
+    """Fill in what these flags imply."""
+    half = values.get("dtype_bytes", 4) == 2
+    bf16 = half and not values.pop("fp16", False)
+    reduced = values.pop("grad_reduce_in_bf16", False)
+    main = values.pop("main_grads_dtype", "fp32")
+    if half:
+        values.setdefault("accumulate_allreduce_grads_in_fp32", bf16 and not reduced and main == "fp32")
+    values.setdefault("mask_from_data", True)
+    local = values.setdefault("transformer_impl", "transformer_engine") == "local"
+    if values["transformer_impl"] not in KINDS:
+        values["transformer_impl"] = "local"
+    backend = values.pop("attention_backend", "auto")
+    values["attention"] = "unfused" if local or backend in ("unfused", "local") else _kernel(backend)
+
+
+def _kernel(backend: str) -> str:
+    """Transformer Engine's choice where it is free: see ``for_device``."""
+    return "flash" if backend == "flash" else "fused" if backend == "fused" else "auto"
+
+
+def for_device(values: dict[str, Any], device: str) -> None:
+    """Where Megatron leaves the kernels of attention to Transformer Engine (``auto``), it takes cuDNN's
+    from Hopper on and the flash-attn package before (``get_attention_backend``)."""
+    if values.get("attention") == "auto":
+        values["attention"] = "flash" if device.startswith(("A100", "A800", "V100")) else "fused"
+
+
+def optimizer_from(values: Mapping[str, Any]) -> Optimizer:
+    """The optimizer that the values describe."""
+    return Optimizer(
+        **{field.name: values[field.name] for field in fields(Optimizer) if field.name in values}
+    )

@@ -1,0 +1,67 @@
+"""``lynx truth``: what GPUs measured beside what is predicted, for every row of a folder."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from rich.table import Table
+
+from megatron_lynx.cli.job import choices_from
+from megatron_lynx.cli.report import console
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.reproduction.truth import FIGURES, STEP, Case, Compared, compare_all, read_cases
+from megatron_lynx.search.workflow import Job
+from megatron_lynx.units import format_bytes, format_ns
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this command's flags."""
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="tables of measured runs (default: ours)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, predict, print."""
+    console().print(table(measured(args.folder)))
+    return 0
+
+
+def measured(folder: str | None = None) -> tuple[Compared, ...]:
+    """Every row of ``folder``, or of the figures that come with the package."""
+    if folder is not None:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"{folder!r} is not a folder; `lynx truth` alone has tables of its own")
+        return compare_all(read_cases(Path(folder)), job_of)
+    with as_file(files("megatron_lynx") / "configs" / "truth") as own:
+        return compare_all(read_cases(own), job_of)
+
+
+def job_of(case: Case) -> Job:
+    """The job that a case's flags describe."""
+    with tempfile.NamedTemporaryFile("w", suffix=".args") as file:
+        file.write(case.flags)
+        file.flush()
+        args = argparse.Namespace(from_args=file.name, cluster=case.cluster, dp=case.dp, planner="none")
+        return choices_from(args).job
+
+
+def table(rows: tuple[Compared, ...]) -> Table:
+    """One line for each figure of each row."""
+    found = Table(box=None, header_style="bold", pad_edge=False)
+    found.add_column("run")
+    for name in ("predicted", "measured", "error"):
+        found.add_column(name, justify="right")
+    for row in rows:
+        found.add_row(f"[bold]{row.case.name}[/bold] on {row.case.cluster}")
+        for figure in FIGURES:
+            error = row.error(figure)
+            if error is None:
+                continue
+            show = format_ns if figure == STEP else format_bytes
+            label = f"  {figure}" + (", host-bound" if figure == STEP and row.host_bound else "")
+            found.add_row(
+                label, show(row.predicted[figure]), show(row.case.measured[figure]), f"{error:+.1%}"
+            )
+    return found
