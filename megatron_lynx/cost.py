@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.plan import Window
+from megatron_lynx.spec import Facts
 
 SCHEMA = 2
 
@@ -127,8 +128,8 @@ class CostTable:
     work of the first stage besides its layers, the head that of the last: final norm, output
     layer, loss, collectives included. ``head_window_ns`` is how long the last stage then waits for
     the output layer's input gradient, which ``head_backward_ns`` contains. ``graph`` is the
-    fingerprint of the layer's graph, so that a table is not used for another shape; ``source``
-    says where the times come from.
+    fingerprint of the layer's graph and ``job`` what it belongs to in words (``spec.layer_facts``), so
+    that a table is not used for another shape; ``source`` says where the times come from.
     """
 
     layer: LayerCosts
@@ -140,6 +141,7 @@ class CostTable:
     head_window_ns: int = 0
     workspace_bytes: tuple[int, ...] = ()
     graph: str = ""
+    job: Facts = field(default_factory=dict)
     source: str = "custom"
 
     def with_times(self, times: Mapping[str, int]) -> CostTable:
@@ -195,6 +197,7 @@ class CostTable:
                 **whole,
                 workspace_bytes=workspaces,
                 graph=str(data["graph"]),
+                job=dict(data.get("job", {})),
                 source=str(data["source"]),
             )
         except ConfigError:

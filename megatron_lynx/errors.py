@@ -5,6 +5,7 @@ LynxError                     anything a user can mend; a ``ValueError``
   InfeasibleError             no plan fits the memory; carries the smallest budget that would
   PlanError                   a plan file is malformed, or was made for another job
   InstallError                a name in Megatron that is to be replaced is missing or has changed
+  RankError                   another rank failed by something that is none of these
   TapeError                   the training loop used a layer in a way that the tape cannot follow
 """
 
@@ -51,6 +52,10 @@ class PlanError(LynxError):
 
 class InstallError(LynxError):
     """A target in Megatron is missing or has another signature than the one that was tested."""
+
+
+class RankError(LynxError):
+    """Another rank failed, by an error that is not lynx's own; the message has its text."""
 
 
 class TapeError(LynxError):

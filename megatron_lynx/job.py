@@ -16,7 +16,7 @@ from megatron_lynx.graph import LayerGraph
 from megatron_lynx.hardware import Cluster
 from megatron_lynx.layers import kind_of, layer_graph
 from megatron_lynx.schedule import check_microbatches, in_flight
-from megatron_lynx.spec import Batch, Model, Optimizer, Parallel, check_job
+from megatron_lynx.spec import Batch, Model, Optimizer, Parallel, check_job, differing, layer_facts
 from megatron_lynx.units import format_bytes
 
 
@@ -108,9 +108,10 @@ def make_job(
             raise ConfigError("--cluster is missing; --cluster a100-40g-nvlink works, or --profile FILE")
         costs = estimate_costs(model, parallel, batch, cluster)
     elif costs.graph and costs.graph != graph.fingerprint():
+        different = differing(costs.job, layer_facts(model, parallel, batch)) if costs.job else ""
         raise ConfigError(
-            f"--profile: the costs ({costs.source}) were measured for another layer shape "
-            f"({costs.graph}, not {graph.fingerprint()}); `lynx profile` with this job's flags works"
+            f"--profile: the costs ({costs.source}) were measured for another layer shape"
+            f"{different and ': ' + different}; `lynx profile` with this job's flags works"
         )
     if memory_bytes is None:
         if cluster is None:

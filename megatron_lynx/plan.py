@@ -6,7 +6,8 @@ plan``.
 
 The text form, one line a layer, regions that are kept left out::
 
-    lynx-plan 1 windows 1f0c9a5e7d3b2468
+    lynx-plan 2 windows 1f0c9a5e7d3b2468
+    job hidden_size=1024 num_attention_heads=16 swiglu=false ...
     layout Et*2|t*2L
     stage 0 chunks 0-1
       layer 0: input_layernorm=bwd:1:linear_qkv core_attention=demand
@@ -19,14 +20,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from megatron_lynx.errors import PlanError
 from megatron_lynx.graph import LayerGraph
-from megatron_lynx.spec import Batch, Model, Parallel
+from megatron_lynx.spec import Batch, Facts, Model, Parallel, differing, job_facts
 
-SCHEMA = 1
+SCHEMA = 2
 KEEP: Final = "keep"
 DEMAND: Final = "demand"
 WindowKind = Literal["fwd", "bwd", "head", "stall"]
@@ -166,20 +167,24 @@ def relabel(plan: StagePlan, chunks: tuple[tuple[int, ...], ...]) -> StagePlan:
 class Plan:
     """The plan of a whole job: one StagePlan per pipeline rank.
 
-    ``planner`` names who made it, ``fingerprint`` the job it was made for (see ``fingerprint``),
-    ``layout`` is Megatron's ``--pipeline-model-parallel-layout``, or None for its even split.
+    ``planner`` names who made it, ``fingerprint`` the job it was made for (see ``fingerprint``), ``job``
+    is the same in words (``spec.job_facts``; empty where nobody wrote it down), ``layout`` is Megatron's
+    ``--pipeline-model-parallel-layout``, or None for its even split.
     """
 
     planner: str
     fingerprint: str
     stages: tuple[StagePlan, ...]
     layout: str | None = None
+    job: Facts = field(default_factory=dict, hash=False)
 
     def __iter__(self) -> Iterator[StagePlan]:
         return iter(self.stages)
 
     def __str__(self) -> str:
         head = [f"lynx-plan {SCHEMA} {self.planner} {self.fingerprint}"]
+        if self.job:
+            head.append("job " + " ".join(f"{k}={json.dumps(v)}" for k, v in self.job.items()))
         if self.layout is not None:
             head.append(f"layout {self.layout}")
         return "\n".join(head + [str(stage) for stage in self.stages]) + "\n"
@@ -198,7 +203,8 @@ class Plan:
             for stage in self.stages
         ]
         head = {"schema": SCHEMA, "planner": self.planner, "fingerprint": self.fingerprint}
-        return json.dumps({**head, "layout": self.layout, "stages": stages}, indent=1) + "\n"
+        whole = {**head, "job": dict(self.job), "layout": self.layout, "stages": stages}
+        return json.dumps(whole, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -229,9 +235,12 @@ class Plan:
                 planner=data["planner"],
                 fingerprint=data["fingerprint"],
                 layout=data["layout"],
+                job=dict(data["job"]),
                 stages=stages,
             )
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except PlanError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"not a plan in JSON form: {error!r}") from error
 
 
@@ -248,6 +257,7 @@ def parse_plan(text: str) -> Plan:
     if head is None or int(head.group(1)) != SCHEMA:
         raise PlanError(f"not a plan: the first line is not 'lynx-plan {SCHEMA} PLANNER HASH'")
     layout: str | None = None
+    job: Facts = {}
     stages: list[tuple[int, tuple[tuple[int, ...], ...], list[LayerPlan]]] = []
     for line in lines[1:]:
         words = line.split()
@@ -256,6 +266,8 @@ def parse_plan(text: str) -> Plan:
                 continue
             if words[0] == "layout":
                 layout = line[len("layout ") :]
+            elif words[0] == "job":
+                job = {name: json.loads(v) for name, v in (word.split("=", 1) for word in words[1:])}
             elif words[0] == "stage" and words[2] == "chunks":
                 stages.append((int(words[1]), tuple(map(_parse_span, words[3:])), []))
             elif words[0] == "layer":
@@ -270,33 +282,31 @@ def parse_plan(text: str) -> Plan:
         planner=head.group(2),
         fingerprint=head.group(3),
         layout=layout,
+        job=job,
         stages=tuple(
             StagePlan(stage=stage, chunks=chunks, layers=tuple(layers)) for stage, chunks, layers in stages
         ),
     )
 
 
-_NO_LAYERS = {"name", "vocab_size", "max_position_embeddings", "untie_embeddings_and_output_weights"}
-"""Fields of a model that change no layer."""
-
-
 def fingerprint(model: Model, parallel: Parallel, batch: Batch, graph: LayerGraph) -> str:
-    """A hash of the job that a plan is for; the runtime refuses a plan that differs.
-
-    What changes no layer stays out: names, the vocabulary (Megatron pads it), the data-parallel size,
-    the global batch. So does the memory budget: a plan made for 32 GiB is right on a device that offers
-    31.7 or 80. A size that follows from others counts alike whether it was given or not.
-    """
-    sizes = {
-        "num_query_groups": model.groups,
-        "kv_channels": model.head_size,
-        "ffn_hidden_size": model.ffn,
-    }
-    group = {"microbatch_group_size": parallel.group_size if parallel.vpp > 1 else None}
-    facts = {
-        "model": {k: v for k, v in (asdict(model) | sizes).items() if k not in _NO_LAYERS},
-        "parallel": {k: v for k, v in (asdict(parallel) | group).items() if k != "dp"},
-        "batch": {"seq_length": batch.seq_length, "micro_batch_size": batch.micro_batch_size},
-        "graph": graph.fingerprint(),
-    }
+    """A hash of the job that a plan is for (``spec.job_facts``) and of what a layer is described as; the
+    runtime refuses a plan that differs."""
+    facts = {**job_facts(model, parallel, batch), "graph": graph.fingerprint()}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_job_of(plan: Plan, model: Model, parallel: Parallel, batch: Batch, graph: LayerGraph) -> None:
+    """Check that ``plan`` was made for this job.
+
+    Raises:
+        PlanError: says what differs.
+    """
+    if plan.fingerprint == fingerprint(model, parallel, batch, graph):
+        return
+    different = differing(plan.job, job_facts(model, parallel, batch)) if plan.job else ""
+    if not different:
+        different = "another version of megatron_lynx, which counts other bytes for a layer"
+    raise PlanError(
+        f"the plan was made for another job: {different}; `lynx plan` with this job's flags works"
+    )

@@ -8,7 +8,7 @@ properties, so that they are computed in one place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from megatron_lynx.errors import ConfigError
@@ -292,3 +292,71 @@ def check_job(model: Model, parallel: Parallel, batch: Batch) -> None:
             f"--vpp {parallel.vpp} needs a number of microbatches that is a multiple of "
             f"{parallel.group_size}; --global-batch-size {per_step * parallel.group_size} works"
         )
+
+
+Facts = Mapping[str, int | str | bool]
+"""What a plan or a profile was made for, by the names of fields and flags."""
+
+_ENDS = ("name", "vocab_size", "max_position_embeddings", "untie_embeddings_and_output_weights")
+"""Fields of a model that change no layer: what is above and below them."""
+
+_FLAGS = {
+    "mask_from_data": "--create-attention-mask-in-dataloader",
+    "fused_activation": "fused activation (--no-bias-gelu-fusion, --no-bias-swiglu-fusion)",
+    "attention": "attention (--attention-backend)",
+    "add_bias_linear": "biases (--disable-bias-linear)",
+    "dtype_bytes": "bytes of a number (--bf16)",
+    "device": "device",
+}
+
+
+def layer_facts(model: Model, parallel: Parallel, batch: Batch) -> Facts:
+    """What decides what one layer saves on one rank, resolved: a default and the same value given are
+    one, a dropout counts by whether there is one, and what the attention kernel has no use for is out."""
+    facts = {k: v for k, v in asdict(model).items() if k not in (*_ENDS, "num_layers")}
+    facts |= {"num_query_groups": model.groups, "kv_channels": model.head_size, "ffn_hidden_size": model.ffn}
+    for name in ("attention_dropout", "hidden_dropout"):
+        facts[name] = facts[name] > 0
+    if model.attention == "flash":
+        del facts["mask_from_data"], facts["attention_softmax_in_fp32"]
+    return {
+        **facts,
+        "tensor_model_parallel_size": parallel.tp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "seq_length": batch.seq_length,
+        "micro_batch_size": batch.micro_batch_size,
+    }
+
+
+def job_facts(model: Model, parallel: Parallel, batch: Batch) -> Facts:
+    """What a plan is made for: the facts of a layer, and how many there are on which stages.
+
+    The data-parallel size, the global batch and the memory budget stay out: a plan made for 32 GiB is
+    right on a device that offers 31.7 or 80.
+    """
+    return {
+        **layer_facts(model, parallel, batch),
+        "num_layers": model.num_layers,
+        "pipeline_model_parallel_size": parallel.pp,
+        "num_virtual_stages_per_pipeline_rank": parallel.vpp,
+        **(
+            {"microbatch_group_size_per_virtual_pipeline_stage": parallel.group_size}
+            if parallel.vpp > 1
+            else {}
+        ),
+    }
+
+
+def differing(made_for: Facts, own: Facts) -> str:
+    """The facts that differ, by flag: what something was made for, and this job's."""
+    names = [name for name in {**made_for, **own} if made_for.get(name) != own.get(name)]
+    told = [
+        f"{_FLAGS.get(name, _flag(name))} {_said(made_for, name)}, this job has {_said(own, name)}"
+        for name in names
+    ]
+    return "; ".join(told)
+
+
+def _said(facts: Facts, name: str) -> str:
+    value = facts.get(name, "none")
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

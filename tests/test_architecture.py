@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": BASE | {"graph", "spec"},
     "schedule": BASE | {"spec"},
     "plan": BASE | {"graph", "schedule", "spec"},
-    "cost": BASE | {"graph", "hardware", "plan", "layers"},
+    "cost": BASE | {"graph", "hardware", "plan", "layers", "spec"},
     "estimate": BASE | {"cost", "layers", "graph", "hardware", "spec"},
     "footprint": BASE | {"estimate", "graph", "hardware", "layers", "spec"},
     "job": NOUNS - {"presets"},

@@ -78,6 +78,7 @@ _READ = frozenset(
     {
         *_RECOMPUTE,
         *("tokenizer-type", "patch-tokenizer-type", "yaml-cfg", "use-checkpoint-args"),
+        "distributed-backend",
     }
 )
 """Flags that are read beside others."""
@@ -280,6 +281,10 @@ def _complete(values: dict[str, Any], flags: Mapping[str, list[str]], found: Meg
     unfused = {key: values.pop(key, False) for key in ("no_swiglu_fusion", "no_gelu_fusion")}
     if unfused["no_swiglu_fusion" if values.get("swiglu") else "no_gelu_fusion"]:
         values["fused_activation"] = False
+    if not values.get("add_bias_linear", True) and not values.get("swiglu"):
+        values["fused_activation"] = False  # as Megatron does: what is fused is the bias
+    if flags.get("distributed-backend") == ["gloo"]:
+        values["device"] = "cpu"  # training on a CPU, whose kernels save other things
     if values.pop("squared_relu", False):
         notes.append("--squared-relu is planned as GELU, which saves as much")
     values.setdefault("dtype_bytes", 4)

@@ -285,7 +285,7 @@ use-pytorch-profiler pytorch-profiler-* record-memory-history memory-snapshot-pa
 nvtx-ranges config-logger-dir one-logger-* no-one-logger app-tag-run-* inprocess-* enable-ft-package
 calc-ft-timeouts ft-num-warmup-iters error-injection-* enable-msc disable-msc fault-injector-*
 flight-recorder-* no-flight-recorder-* disable-flight-recorder-* adlr-autoresume adlr-autoresume-interval
-dump-param-to-param-group-map enable-experimental fake-process-group distributed-backend
+dump-param-to-param-group-map enable-experimental fake-process-group
 distributed-timeout-* local-rank local_rank lazy-mpu-init disable-gloo-process-groups no-initialization
 use-cpu-initialization init-model-with-meta-device use-mcore-models kill-switch-path tokens-per-expert-*
 """

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.integration.refusals import REFUSALS
 from megatron_lynx.units import parse_bytes
 
 METHOD = "lynx"
@@ -52,72 +52,15 @@ def lynx_requested(args: Namespace) -> bool:
     return getattr(args, "recompute_method", None) == METHOD
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A flag that does not work beside ``--recompute-method lynx``, and what does."""
+def check_config(config: Any) -> None:
+    """Refuse what only the model's final configuration shows: a script may build it by itself, and Megatron
+    derives some of it from other flags.
 
-    flag: str
-    fields: tuple[str, ...]
-    instead: str
-    allowed: tuple[Any, ...] = (None, False)
-
-    def refuses(self, args: Namespace) -> Any:
-        """The value that is refused, or None."""
-        for field in self.fields:
-            value = getattr(args, field, None)
-            if value not in self.allowed:
-                return value
-        return None
-
-
-DROP = "leave it out"
-
-REFUSALS = (
-    Refusal("--recompute-granularity", ("recompute_granularity",), "leave it out: lynx decides by region"),
-    Refusal("--recompute-num-layers", ("recompute_num_layers",), "leave it out: the plan says how many"),
-    Refusal("--moe-layer-recompute", ("moe_layer_recompute",), DROP),
-    Refusal("--distribute-saved-activations", ("distribute_saved_activations",), "--sequence-parallel works"),
-    Refusal("--cpu-offloading", ("cpu_offloading",), DROP),
-    Refusal("--fine-grained-activation-offloading", ("fine_grained_activation_offloading",), DROP),
-    Refusal("--fp8-format", ("fp8",), "--bf16 works"),
-    Refusal("--fp4-format", ("fp4",), "--bf16 works"),
-    Refusal("--te-precision-config-file", ("te_precision_config_file",), "--bf16 works"),
-    Refusal(
-        "--cuda-graph-impl", ("cuda_graph_impl",), "--cuda-graph-impl none works", (None, False, "none")
-    ),
-    Refusal("--enable-cuda-graph", ("enable_cuda_graph", "external_cuda_graph"), DROP),
-    Refusal("--overlap-moe-expert-parallel-comm", ("overlap_moe_expert_parallel_comm",), DROP),
-    Refusal("--delay-wgrad-compute", ("delay_wgrad_compute",), DROP),
-    Refusal("--tp-comm-overlap", ("tp_comm_overlap",), "leave it out: its collectives cannot be waited for"),
-    Refusal("--num-experts", ("num_experts",), "dense models work"),
-    Refusal("--mtp-num-layers", ("mtp_num_layers",), DROP),
-    Refusal("--context-parallel-size", ("context_parallel_size",), "1 works", (None, 1)),
-    Refusal("--use-megatron-fsdp", ("use_megatron_fsdp",), "--use-distributed-optimizer works"),
-    Refusal("--use-torch-fsdp2", ("use_torch_fsdp2",), "--use-distributed-optimizer works"),
-    Refusal("--gtp-weight-remat-size", ("gtp_weight_remat_size", "generalized_tensor_parallel_remat_size"),
-            "1 works", (None, False, 0, 1)),
-    Refusal("--mlp-chunks-for-training", ("mlp_chunks_for_training",), "1 works", (None, 1)),
-    Refusal("--hybrid-context-parallel", ("hybrid_context_parallel",), DROP),
-    Refusal("--use-transformer-engine-op-fuser", ("use_transformer_engine_op_fuser",), DROP),
-    Refusal("--fp32-residual-connection", ("fp32_residual_connection",), DROP),
-    Refusal("--variable-seq-lengths", ("variable_seq_lengths",), DROP),
-    Refusal("--sft", ("sft",), "leave it out: sequences of one length work"),
-    Refusal("--multi-latent-attention", ("multi_latent_attention",), "--group-query-attention works"),
-    Refusal("--qk-layernorm", ("qk_layernorm",), DROP),
-    Refusal("--attention-output-gate", ("attention_output_gate",), DROP),
-    Refusal("--hybrid-layer-pattern", ("hybrid_layer_pattern", "hybrid_override_pattern"),
-            "--num-layers works"),
-    Refusal("--heterogeneous-layers-config-path", ("heterogeneous_layers_config_path",), DROP),
-    Refusal("--te-rng-tracker", ("te_rng_tracker", "use_te_rng_tracker"), DROP),
-    Refusal("--num-microbatches-with-partial-activation-checkpoints",
-            ("num_microbatches_with_partial_activation_checkpoints",), DROP),
-    Refusal("--transformer-impl", ("transformer_impl",), "--transformer-impl local works", (None, "local")),
-    Refusal("--moe-paged-stash", ("moe_paged_stash",), DROP),
-    Refusal("--enable-mhc-connections", ("enable_mhc_connections",), DROP),
-)  # fmt: skip
-"""Combinations that are refused before anything starts. Those keyed on ``--recompute-granularity``
-in Megatron (offloading, CUDA graphs, distributed activations) do not fire under lynx, so they
-stand here too."""
+    Raises:
+        ConfigError: names the flag, the value, and what works instead.
+    """
+    for refusal in REFUSALS:
+        refusal.check(config, refusal.config)
 
 
 def check_arguments(args: Namespace) -> None:
@@ -135,11 +78,7 @@ def check_arguments(args: Namespace) -> None:
             )
         return
     for refusal in REFUSALS:
-        value = refusal.refuses(args)
-        if value is not None:
-            raise ConfigError(
-                f"--recompute-method lynx does not work with {refusal.flag} {value}; {refusal.instead}"
-            )
+        refusal.check(args, refusal.fields)
     groups = args.num_query_groups if getattr(args, "group_query_attention", False) else None
     if groups is not None and groups < args.tensor_model_parallel_size:
         raise ConfigError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
 import torch
 
+from megatron_lynx.integration.cpu.backend import cpu_backend_active
 from megatron_lynx.spec import Batch, Model, Optimizer, Parallel
 
 
@@ -33,6 +35,14 @@ def model_of(args: Namespace, config: Any, device: torch.device) -> Model:
         dtype_bytes=torch.finfo(config.params_dtype).bits // 8,
         device=kind,
     )
+
+
+def device_of(chunks: Sequence[Any]) -> torch.device:
+    """Where the model is. A rank may hold no weight: an empty stage."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            return torch.device(parameter.device)
+    return torch.device("cpu") if cpu_backend_active() else torch.device("cuda", torch.cuda.current_device())
 
 
 def parallel_of(args: Namespace) -> Parallel:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from megatron.core import parallel_state
 
 from megatron_lynx.cost import CostTable
-from megatron_lynx.errors import LynxError
+from megatron_lynx.errors import ConfigError, LynxError, PlanError
+from megatron_lynx.integration.agree import from_rank_0, gathered, on_every_rank
+from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.describe import model_before_validation, optimizer_of
 from megatron_lynx.integration.measuring.memory import measured_costs
+from megatron_lynx.partition.layout import Layout, chunks_of
 from megatron_lynx.plan import Plan, parse_plan
+from megatron_lynx.search.check import Chunks, check_plan_for
 from megatron_lynx.search.workflow import plan_with_costs
 from megatron_lynx.spec import Batch, Model, Optimizer, Parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the user asked for: the job, its memory per device, the planner, the split."""
+    """What the user asked for: the job, its memory per device, the planner, the split.
+
+    ``stages`` are the layers that each stage of the model really has, ``layout`` the same as Megatron's
+    layout string; None where the split is even.
+    """
 
     model: Model
     parallel: Parallel
@@ -30,6 +40,7 @@ class Asked:
     memory_bytes: int
     planner: str
     layout: str | None
+    stages: tuple[Chunks, ...]
     optimizer: Optimizer
     profile: Path | None
 
@@ -41,24 +52,85 @@ def make_plan(asked: Asked, chunks: Sequence[Any]) -> tuple[Plan, CostTable]:
         ConfigError, InfeasibleError: on every rank alike.
     """
     if asked.profile is not None:
-        table = CostTable.from_json(asked.profile.read_text(), "--lynx-profile")
+        table = on_every_rank(lambda: read_profile(asked))
     else:
         table = measured_costs(chunks, asked.model, asked.parallel, asked.batch)
     text = from_rank_0(lambda: str(_plan(asked, table)))
     return parse_plan(text), table
 
 
+def read_profile(asked: Asked) -> CostTable:
+    """The costs in ``--lynx-profile FILE``.
+
+    Raises:
+        ConfigError: it cannot be read, or was measured for other layers.
+    """
+    assert asked.profile is not None
+    where = f"--lynx-profile {asked.profile}"
+    try:
+        text = asked.profile.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read ({error}); `lynx profile` writes one") from error
+    return CostTable.from_json(text, where)
+
+
+def read_plan(path: Path, asked: Asked) -> Plan:
+    """The plan in ``--lynx-plan FILE``.
+
+    Raises:
+        PlanError: it cannot be read, is malformed, was made for another job, or names what this one lacks.
+    """
+    try:
+        plan = parse_plan(path.read_text("utf-8"))
+        check_plan_for(plan, asked.model, asked.parallel, asked.batch, asked.stages)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"--lynx-plan {path} cannot be read ({error}); `lynx plan` writes one") from error
+    except PlanError as error:
+        raise PlanError(f"--lynx-plan {path}: {error}") from error
+    return plan
+
+
 def _plan(asked: Asked, table: CostTable) -> Plan:
-    return plan_with_costs(
-        asked.model,
-        asked.parallel,
-        asked.batch,
-        costs=table,
-        memory_bytes=asked.memory_bytes,
-        planner=asked.planner,
-        layout=asked.layout,
-        optimizer=asked.optimizer,
-    )
+    with in_trainings_words():
+        return plan_with_costs(
+            asked.model,
+            asked.parallel,
+            asked.batch,
+            costs=table,
+            memory_bytes=asked.memory_bytes,
+            planner=asked.planner,
+            layout=asked.layout,
+            optimizer=asked.optimizer,
+        )
+
+
+_TRAININGS = {
+    "planner": "--lynx-planner",
+    "partition": "--lynx-partition",
+    "budget": "--lynx-budget",
+    "profile": "--lynx-profile",
+    "layout": "--pipeline-model-parallel-layout",
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "vpp": "--num-virtual-stages-per-pipeline-rank",
+    "dp": "the data-parallel size",
+}
+"""Flags of the planning commands, and those of a training run that mean the same."""
+
+
+@contextlib.contextmanager
+def in_trainings_words() -> Iterator[None]:
+    """Errors of planning, made in here, name the flags of training."""
+
+    def word(match: re.Match[str]) -> str:
+        return _TRAININGS[match.group(1)]
+
+    try:
+        yield
+    except LynxError as error:
+        text = re.sub(rf"(?<![\w-])--({'|'.join(_TRAININGS)})(?![\w-])", word, str(error))
+        error.args = (text, *error.args[1:])
+        raise
 
 
 def split_layout(args: Namespace, memory_bytes: int) -> str | None:
@@ -70,7 +142,7 @@ def split_layout(args: Namespace, memory_bytes: int) -> str | None:
     Raises:
         ConfigError, InfeasibleError: as planning does.
     """
-    table = CostTable.from_json(Path(args.lynx_profile).read_text(), "--lynx-profile")
+    table = CostTable.from_json(Path(args.lynx_profile).read_text("utf-8"), "--lynx-profile")
     ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     parallel = Parallel(
         tp=args.tensor_model_parallel_size,
@@ -83,28 +155,32 @@ def split_layout(args: Namespace, memory_bytes: int) -> str | None:
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size or args.micro_batch_size * parallel.dp,
     )
-    plan = plan_with_costs(
-        model_before_validation(args),
-        parallel,
-        batch,
-        costs=replace(table, graph=""),  # measured for the exact shape; this one lacks the padding
-        memory_bytes=memory_bytes,
-        planner="heu",
-        partition=args.lynx_partition,
-        optimizer=optimizer_of(args),
-    )
+    with in_trainings_words():
+        plan = plan_with_costs(
+            model_before_validation(args),
+            parallel,
+            batch,
+            costs=replace(table, graph=""),  # measured for the exact shape; this one lacks the padding
+            memory_bytes=memory_bytes,
+            planner="heu",
+            partition=args.lynx_partition,
+            optimizer=optimizer_of(args),
+        )
     return plan.layout
 
 
-def from_rank_0(make: Callable[[], str]) -> str:
-    """``make()`` of rank 0 on every rank; its error, if it is a user's, on every rank too."""
-    box: list[Any] = [None, None]
-    if torch.distributed.get_rank() == 0:
-        try:
-            box[0] = make()
-        except LynxError as error:
-            box[1] = error
-    torch.distributed.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1]
-    return str(box[0])
+def split_of(chunks: Sequence[Any]) -> tuple[tuple[Chunks, ...], str | None]:
+    """The layers that each stage of the model really has, whatever flags made it so; and Megatron's layout
+    string for it, None where it is even. Every rank must call it."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    own = tuple(tuple(layer.layer_number - 1 for layer in layers) for layers in transformer_layers(chunks))
+    by_stage = dict(gathered((rank, own)))
+    stages = tuple(by_stage[stage] for stage in sorted(by_stage))
+    counts = [len(stage[chunk]) for chunk in range(len(own)) for stage in stages]
+    for stage, found in enumerate(stages):
+        if found != chunks_of(counts, len(stages), stage):
+            raise ConfigError(
+                f"--recompute-method lynx: stage {stage} of the model has the layers {found}, which do not "
+                "follow on each other; a model of transformer layers alone works"
+            )
+    return stages, str(Layout.from_counts(counts, len(stages))) if len(set(counts)) > 1 else None

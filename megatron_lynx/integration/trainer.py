@@ -19,24 +19,26 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training import get_args, print_rank_0
 
 from megatron_lynx.cost import CostTable
-from megatron_lynx.errors import PlanError
+from megatron_lynx.integration.agree import on_every_rank
 from megatron_lynx.integration.arguments import (
     budget_bytes,
     check_arguments,
+    check_config,
     lynx_requested,
     with_lynx_arguments,
 )
 from megatron_lynx.integration.binding import transformer_layers
+from megatron_lynx.integration.checks import check_layer
 from megatron_lynx.integration.cpu.backend import cpu_backend_active
-from megatron_lynx.integration.describe import batch_of, model_of, optimizer_of, parallel_of
+from megatron_lynx.integration.describe import batch_of, device_of, model_of, optimizer_of, parallel_of
 from megatron_lynx.integration.install import install
-from megatron_lynx.integration.planning import Asked, make_plan, split_layout
+from megatron_lynx.integration.planning import Asked, make_plan, read_plan, split_layout, split_of
 from megatron_lynx.integration.report import ReportWriter
 from megatron_lynx.integration.session import Session
 from megatron_lynx.integration.targets import TARGETS, Target
 from megatron_lynx.integration.windows import Hooks, in_step
 from megatron_lynx.layers import layer_graph
-from megatron_lynx.plan import Plan, fingerprint, parse_plan
+from megatron_lynx.plan import Plan
 
 UNLIMITED_BYTES = 1 << 60
 """The budget where nobody named one and no device has one."""
@@ -59,16 +61,21 @@ class Trainer:
         if not lynx_requested(args):
             return
         chunks = unwrap_model(wrapped_chunks)
+        on_every_rank(lambda: check_model(args, chunks))
         asked = _asked(args, chunks)
         plan, table = _plan(args, asked, chunks)
-        stage = plan.stages[parallel_state.get_pipeline_model_parallel_rank()]
-        graph = layer_graph(asked.model, asked.parallel, asked.batch)
-        self.session = Session(
-            self.hooks, stage, parallel_of(args), chunks, graph, count_kept=bool(args.lynx_report)
-        )
-        if args.lynx_report:
-            folder, rank = Path(args.lynx_report), torch.distributed.get_rank()
-            ReportWriter(folder, rank, plan, table, asked).attach(self.session)
+
+        def start() -> None:
+            stage = plan.stages[parallel_state.get_pipeline_model_parallel_rank()]
+            graph = layer_graph(asked.model, asked.parallel, asked.batch)
+            self.session = Session(
+                self.hooks, stage, asked.parallel, chunks, graph, count_kept=bool(args.lynx_report)
+            )
+            if args.lynx_report:
+                folder, rank = Path(args.lynx_report), torch.distributed.get_rank()
+                ReportWriter(folder, rank, plan, table, asked).attach(self.session)
+
+        on_every_rank(start)
         print_rank_0(f"> lynx: {_summary(plan)}")
 
     @contextlib.contextmanager
@@ -84,10 +91,23 @@ class Trainer:
             self.session = None
 
 
+def check_model(args: Namespace, chunks: list[Any]) -> None:
+    """Refuse what shows only in the model that was built: the final configuration, the layers.
+
+    Raises:
+        ConfigError: names what does not work, and what does.
+    """
+    for chunk in chunks:
+        check_config(get_model_config(chunk))
+    for layers in transformer_layers(chunks):
+        for layer in layers:
+            check_layer(layer)
+
+
 def _asked(args: Namespace, chunks: list[Any]) -> Asked:
-    """What the flags and the model ask for."""
-    layer = next(layer for layers in transformer_layers(chunks) for layer in layers)
-    device = next(layer.parameters()).device
+    """What the flags and the model ask for. Every rank must call it."""
+    stages, layout = split_of(chunks)
+    device = device_of(chunks)
     memory = budget_bytes(args) or _device_bytes(device)
     return Asked(
         model=model_of(args, get_model_config(chunks[0]), device),
@@ -95,7 +115,8 @@ def _asked(args: Namespace, chunks: list[Any]) -> Asked:
         batch=batch_of(args),
         memory_bytes=memory or UNLIMITED_BYTES,
         planner=args.lynx_planner or ("opt" if memory else "windows"),
-        layout=args.pipeline_model_parallel_layout,
+        layout=args.pipeline_model_parallel_layout or layout,
+        stages=stages,
         optimizer=optimizer_of(args),
         profile=Path(args.lynx_profile) if args.lynx_profile else None,
     )
@@ -103,23 +124,9 @@ def _asked(args: Namespace, chunks: list[Any]) -> Asked:
 
 def _plan(args: Namespace, asked: Asked, chunks: list[Any]) -> tuple[Plan, CostTable | None]:
     """The plan of ``--lynx-plan``, or one made now; and the costs that it was made from."""
-    if not args.lynx_plan:
-        return make_plan(asked, chunks)
-    plan = parse_plan(Path(args.lynx_plan).read_text())
-    graph = layer_graph(asked.model, asked.parallel, asked.batch)
-    wanted = fingerprint(asked.model, asked.parallel, asked.batch, graph)
-    if plan.fingerprint != wanted:
-        raise PlanError(
-            f"--lynx-plan {args.lynx_plan} was made for another job ({plan.fingerprint}, this is "
-            f"{wanted}): model, parallel sizes, micro-batch or device differ; "
-            "`lynx plan` with this job's flags makes one that fits"
-        )
-    if len(plan.stages) != asked.parallel.pp:
-        raise PlanError(
-            f"--lynx-plan {args.lynx_plan} has {len(plan.stages)} stages; "
-            f"--pipeline-model-parallel-size {len(plan.stages)} works"
-        )
-    return plan, None
+    if args.lynx_plan:
+        return on_every_rank(lambda: read_plan(Path(args.lynx_plan), asked)), None
+    return make_plan(asked, chunks)
 
 
 def _device_bytes(device: torch.device) -> int | None:

@@ -21,6 +21,9 @@ sequence parallelism, the waits at those two linears), where most of a half laye
 BESIDE = frozenset(("linear_qkv", "linear_fc1"))
 """The linears that are split by column."""
 
+PARENTS = {"self_attention": ("SelfAttention",), "mlp": ("MLP",)}
+"""Modules that hold submodules of a dense layer."""
+
 RECOMPUTE_MODULES = {
     "core_attn": ("core_attention",),
     "mlp": ("linear_fc1", "activation", "linear_fc2"),

@@ -141,6 +141,7 @@ class LayerKind:
         parameters: number of parameters of a layer on one rank, from the model and the TP size.
         recompute_modules: by the name that Megatron's ``--recompute-modules`` knows, the regions that it
             runs again.
+        parents: modules that hold its submodules: path, and the names of the classes that were tested there.
     """
 
     name: str
@@ -155,6 +156,7 @@ class LayerKind:
     workspace_bytes: Callable[[Model, Parallel, Batch], tuple[int, ...]]
     parameters: Callable[[Model, int], int]
     recompute_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    parents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -293,4 +293,5 @@ KIND = LayerKind(
     workspace_bytes=dense.workspace_bytes,
     parameters=dense.parameters,
     recompute_modules=dense.RECOMPUTE_MODULES,
+    parents=dense.PARENTS,
 )

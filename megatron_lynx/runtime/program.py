@@ -124,7 +124,7 @@ def stage_programs(kind: LayerKind, graph: LayerGraph, plan: StagePlan) -> dict[
     """The programs of a stage's layers, by global index."""
     found = {}
     for chunk in plan.chunks:
-        for layer, following in zip(chunk, (*chunk[1:], None), strict=True):
+        for layer, following in zip(chunk, (*chunk[1:], None), strict=False):  # a chunk may be empty
             drops = following is not None and INPUT in plan.layer(following).dropped
             found[layer] = layer_program(kind, graph, plan.layer(layer), drops_output=drops)
     return found

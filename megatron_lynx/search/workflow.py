@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lynx import planner as planners
 from megatron_lynx.cost import CostTable
-from megatron_lynx.errors import ConfigError, InfeasibleError, PlanError
+from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.footprint import embedding_bytes, head_bytes
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job, make_job
@@ -24,12 +24,13 @@ from megatron_lynx.plan import Plan, fingerprint
 from megatron_lynx.planner import PlannedStage, SolveOptions
 from megatron_lynx.planner.baselines import SELECTIVE, megatron_graph
 from megatron_lynx.schedule import in_flight
+from megatron_lynx.search.check import check_plan
 from megatron_lynx.search.rows import Row, StageRow
 from megatron_lynx.search.splits import given_split, searched
 from megatron_lynx.search.stages import Bench, Split
 from megatron_lynx.simulator.engine import SimJob, simulate
 from megatron_lynx.simulator.timeline import Timeline
-from megatron_lynx.spec import Batch, Model, Optimizer, Parallel
+from megatron_lynx.spec import Batch, Model, Optimizer, Parallel, job_facts
 
 __all__ = [
     "MEGATRON_METHODS",
@@ -37,6 +38,7 @@ __all__ = [
     "PARTITIONS",
     "Job",
     "Planned",
+    "check_plan",
     "compare",
     "make_job",
     "plan_job",
@@ -168,6 +170,7 @@ def _assemble(bench: Bench, planner: str, split: Split) -> Planned:
     whole = Plan(
         planner=planner,
         fingerprint=fingerprint(job.model, job.parallel, job.batch, job.graph),
+        job=job_facts(job.model, job.parallel, job.batch),
         layout=layout,
         stages=tuple(stage.plan for stage in stages),
     )
@@ -221,28 +224,11 @@ def _plan(bench: Bench, planner: str, partition: str) -> Planned:
     return min(found, key=lambda planned: planned.iteration_ns)
 
 
-def check_plan(job: Job, plan: Plan) -> None:
-    """Check that ``plan`` was made for this job.
-
-    Raises:
-        PlanError: another job, or stages and chunks that are not this job's.
-    """
-    own = fingerprint(job.model, job.parallel, job.batch, job.graph)
-    if plan.fingerprint != own:
-        raise PlanError(
-            f"the plan was made for another job (fingerprint {plan.fingerprint}, this job's is {own}); "
-            "the flags that it was made with work, or `lynx plan` with these"
-        )
-    pp, vpp = job.parallel.pp, job.parallel.vpp
-    if len(plan.stages) != pp or any(len(stage.chunks) != vpp for stage in plan.stages):
-        raise PlanError(f"the plan has {len(plan.stages)} stages; --pp {pp} --vpp {vpp} wants others")
-
-
 def timeline_of(job: Job, plan: Plan) -> Timeline:
     """Simulate a step of the job under a plan that was read from a file.
 
     Raises:
-        PlanError: the plan was made for another job.
+        PlanError: the plan was made for another job, or names what it does not have.
     """
     check_plan(job, plan)
     return simulate(

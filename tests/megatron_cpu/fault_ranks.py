@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,8 +59,9 @@ def run(argv: list[str], inside: Callable[[Any], Any] = lambda trainer: contextl
             pretrain.train(pretrain.parse(argv))
     except Exception as error:  # a fault is what is looked for
         found.error = f"{type(error).__name__}: {error}"
+        found.printed = traceback.format_exc()
     training.destroy_global_state()
-    found.printed = printed.getvalue()
+    found.printed += printed.getvalue()
     return found
 
 
@@ -156,4 +158,23 @@ def _state(module: Any) -> dict[str, Any]:
     found["values"] = {n: b.flatten().tolist() for n, b in module.named_buffers(recurse=False)}
     found["mode"] = (module.training, module.calls)
     assert isinstance(module, torch.nn.Module)
+    return found
+
+
+def facts(rank: int, world_size: int, payload: list[list[str]]) -> list[dict[str, Any]]:
+    """What a plan for each argument list is made for, as Megatron's parser and configuration resolve it."""
+    import torch
+    from megatron.training.arguments import core_transformer_config_from_args
+    from megatron.training.training import destroy_global_state
+
+    from megatron_lynx.integration import pretrain
+    from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
+    from megatron_lynx.spec import job_facts
+
+    found = []
+    for argv in payload:
+        args = pretrain.parse(argv)
+        model = model_of(args, core_transformer_config_from_args(args), torch.device("cpu"))
+        found.append(dict(job_facts(model, parallel_of(args), batch_of(args))))
+        destroy_global_state()
     return found

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training import arguments
 
 from megatron_lynx.cost import CostTable, LayerCosts
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.integration.arguments import REFUSALS, Refusal, check_arguments, with_lynx_arguments
+from megatron_lynx.integration.arguments import check_arguments, check_config, with_lynx_arguments
 from megatron_lynx.integration.planning import split_layout
+from megatron_lynx.integration.refusals import NEWER, REFUSALS, Refusal
 
 MODEL = [
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32"),
@@ -52,22 +55,40 @@ def test_the_set_of_flags_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.flag)
 def test_every_refusal_fires_and_says_what_works(monkeypatch: pytest.MonkeyPatch, refusal: Refusal) -> None:
-    args = parsed(monkeypatch, "--recompute-method", "lynx")
-    for field in refusal.fields:
-        found = Namespace(**{**vars(args), field: "something"})
+    args = vars(parsed(monkeypatch, "--recompute-method", "lynx"))
+    found = [(check_arguments, Namespace(**{**args, field: "something"})) for field in refusal.fields]
+    found += [(check_config, Namespace(**{field: "something"})) for field in refusal.config]
+    for check, owner in found:
         with pytest.raises(ConfigError) as caught:
-            check_arguments(found)
+            check(owner)
         message = str(caught.value)
-        assert "--recompute-method lynx" in message
-        assert refusal.flag in message
-        assert "something" in message
-        assert refusal.instead in message
+        for part in ("--recompute-method lynx", refusal.flag, "something", refusal.reason, refusal.instead):
+            assert part in message
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.flag)
+def test_a_refusal_looks_where_megatron_has_it(monkeypatch: pytest.MonkeyPatch, refusal: Refusal) -> None:
+    """A name that Megatron does not know would never fire; its own defaults must not."""
+    args = parsed(monkeypatch, "--recompute-method", "lynx")
+    config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, transformer_impl="local")
+    known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    assert refusal.fields or refusal.config
+    for name in {*refusal.fields, *refusal.config} - NEWER.keys():
+        assert name not in refusal.fields or hasattr(args, name), name
+        assert name not in refusal.config or name in known, name
+    refusal.check(args, refusal.fields)
+    refusal.check(config, refusal.config)
+    assert not any(hasattr(args, name) or name in known for name in NEWER)
 
 
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
         (["--recompute-granularity", "full"], ["--recompute-granularity full", "leave it out"]),
+        (["--recompute-activations"], ["--recompute-activations True", "leave it out"]),
+        (["--recompute-modules", "core_attn", "mlp"], ["--recompute-modules core_attn mlp", "leave it out"]),
+        (["--cpu-offloading-num-layers", "1"], ["--cpu-offloading-num-layers 1", "saved-tensor hooks"]),
+        (["--tensor-parallel-num-weight-shards", "2"], ["--tensor-parallel-num-weight-shards 2", "leave it"]),
         (["--num-experts", "4"], ["--num-experts 4", "dense models work"]),
         (["--context-parallel-size", "2"], ["--context-parallel-size 2", "1 works"]),
         (["--fp8-format", "hybrid"], ["--fp8-format hybrid", "--bf16 works"]),

@@ -11,7 +11,7 @@ from tests.megatron_cpu.fault_ranks import Found
 from tests.megatron_cpu.test_pretrain_entry import CPU_FLAGS, MODEL
 from tests.support.launch import run_ranks
 
-LYNX = ("--recompute-method", "lynx")
+LYNX = ("--recompute-method", "lynx", "--lynx-planner", "tail-free")
 STEPS = 4
 PP2 = ("--num-layers", "4", "--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
 OVERLAP = (
@@ -19,6 +19,17 @@ OVERLAP = (
     *("--ddp-bucket-size", "5000"),
 )
 """With so small buckets every layer has several of its own, as a layer of a real model has."""
+
+NO_LAYERS = ("E|ttttL", "Etttt|L", "Et|tt|t|L", "E|tt|t|tL", "E|tt||ttL")
+THREE = ("--num-layers", "3", "--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
+TWO = {
+    **{f"layout {text}": (*PP2, "--pipeline-model-parallel-layout", text) for text in NO_LAYERS},
+    "first": (*PP2, "--decoder-first-pipeline-num-layers", "1"),
+    "last": (*PP2, "--decoder-last-pipeline-num-layers", "1"),
+    "account": (*THREE, "--account-for-embedding-in-pipeline-split"),
+    "account loss": (*THREE, "--account-for-loss-in-pipeline-split"),
+}
+"""Stages and chunks without layers, and splits that no layout string says."""
 
 FOUR = {
     "overlap": (*PP2, *OVERLAP),
@@ -64,3 +75,9 @@ def check_equal(stock: list[Found], lynx: list[Found]) -> None:
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_train_as_stock(runs: Runs, name: str) -> None:
     check_equal(*runs.both(FOUR, 4, name))
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_train_as_stock(runs: Runs, name: str) -> None:
+    check_equal(*runs.both(TWO, 2, name))
+    assert "> lynx: planner tail-free" in runs.both(TWO, 2, name)[1][0].printed

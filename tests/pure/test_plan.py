@@ -51,6 +51,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return Plan(
         planner=draw(st.sampled_from(["opt", "heu", "full-block-3"])),
         fingerprint="0123456789abcdef",
+        job=draw(st.sampled_from([{}, {"seq_length": 64, "swiglu": True, "attention": "flash"}])),
         layout=draw(st.sampled_from([None, "Et*2|t*2L", "E|(t|)*3L"])),
         stages=tuple(stages),
     )
@@ -80,15 +81,17 @@ def test_what_is_no_choice_is_refused(text: str) -> None:
         "",
         "hello",
         "lynx-plan 99 opt abc\nstage 0 chunks 0\n  layer 0: keep\n",
-        "lynx-plan 1 opt abc\nlayer 0: keep\n",
-        "lynx-plan 1 opt abc\nstage 0 chunks 0\n  layer 1: keep\n",
-        "lynx-plan 1 opt abc\nstage 0 chunks 0\n  layer 0: input_layernorm=later\n",
-        "lynx-plan 1 opt abc\nstage 0 chunks 0\n  layer 0: input_layernorm\n",
-        "lynx-plan 1 opt abc\nnonsense\n",
+        "lynx-plan 2 opt abc\nlayer 0: keep\n",
+        "lynx-plan 2 opt abc\nstage 0 chunks 0\n  layer 1: keep\n",
+        "lynx-plan 2 opt abc\nstage 0 chunks 0\n  layer 0: input_layernorm=later\n",
+        "lynx-plan 2 opt abc\nstage 0 chunks 0\n  layer 0: input_layernorm\n",
+        "lynx-plan 2 opt abc\nnonsense\n",
         "{}",
         "{",
-        '{"schema": 2}',
-        '{"schema": 1, "stages": 3}',
+        '{"schema": 3}',
+        '{"schema": 2, "stages": 3}',
+        "lynx-plan 2 opt abc\njob hidden_size\nstage 0 chunks 0\n  layer 0: keep\n",
+        "lynx-plan 2 opt abc\njob hidden_size=wide\nstage 0 chunks 0\n  layer 0: keep\n",
     ],
 )
 def test_what_is_no_plan_is_refused(text: str) -> None:
@@ -119,9 +122,10 @@ def test_the_fingerprint_follows_what_changes_a_layer() -> None:
 
     own = of(model, parallel, batch)
     assert own == of(replace(model, name="x"), replace(parallel, dp=2), replace(batch, global_batch_size=8))
-    # As Megatron's arguments have it after validation: padded, and with what follows filled in.
-    resolved = replace(model, vocab_size=256, num_query_groups=4, kv_channels=16, ffn_hidden_size=256)
-    assert own == of(replace(resolved, max_position_embeddings=8), parallel, batch)
+    resolved = replace(
+        model, num_query_groups=4, kv_channels=16, ffn_hidden_size=256, hidden_dropout=0.2, vocab_size=256
+    )
+    assert own == of(replace(resolved, max_position_embeddings=64), parallel, batch)
     interleaved = Parallel(pp=2, vpp=2)
     grouped = replace(interleaved, microbatch_group_size=2)
     assert of(model, interleaved, batch) == of(model, grouped, batch)

@@ -26,11 +26,11 @@ from megatron.training import get_args, training
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import InfeasibleError
+from megatron_lynx.integration.agree import from_rank_0, gathered
 from megatron_lynx.integration.benching.methods import Lynx, Stock, dropping, without_windows
 from megatron_lynx.integration.describe import batch_of, model_of, parallel_of
-from megatron_lynx.integration.measuring.layer import agreed, gathered, measure
+from megatron_lynx.integration.measuring.layer import agreed, measure
 from megatron_lynx.integration.measuring.memory import with_workspaces, working_sets
-from megatron_lynx.integration.planning import from_rank_0
 from megatron_lynx.integration.windows import Hooks
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.layers import kind_of, layer_graph

@@ -36,7 +36,7 @@ def layer_arguments(
 
 @contextlib.contextmanager
 def passing(chunks: Sequence[Any], seen: list[torch.Tensor]) -> Iterator[None]:
-    """Inside, every layer returns its input; ``seen`` gets what the first one received."""
+    """Inside, every layer returns its input; ``seen`` gets what each received."""
 
     def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         seen.append(hidden_states)
@@ -66,7 +66,9 @@ def ends_ns(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
 
 
 def run_ends(chunk: Any, model: Model, parallel: Parallel, batch: Batch) -> dict[str, int]:
-    """Times of one forward and backward pass through the ends of ``chunk``."""
+    """Times of one forward and backward pass through the ends of ``chunk``; nothing if it has none."""
+    if not (chunk.pre_process or chunk.post_process):
+        return {}
     device = next(chunk.parameters()).device
     b, s = batch.micro_batch_size, batch.seq_length
     tokens = torch.zeros(b, s, dtype=torch.long, device=device)
@@ -78,6 +80,7 @@ def run_ends(chunk: Any, model: Model, parallel: Parallel, batch: Batch) -> dict
         weight = next(p for p in chunk.parameters() if p.is_floating_point())
         received = torch.randn(rows, b, model.hidden_size, dtype=weight.dtype, device=device)
         chunk.set_input_tensor(received.requires_grad_())
+        inputs.append(received)  # what a chunk without layers passes on
     synchronize()
     start = time.perf_counter_ns()
     with passing([chunk], inputs):
@@ -97,7 +100,7 @@ def run_ends(chunk: Any, model: Model, parallel: Parallel, batch: Batch) -> dict
         found["embedding_forward"] = whole
     elif chunk.post_process:
         found["head_forward"] = whole
-    return found | _backward(chunk, out, inputs[0] if inputs else out)
+    return found | _backward(chunk, out, inputs[-1] if inputs else out)
 
 
 def _backward(chunk: Any, out: torch.Tensor, hidden: torch.Tensor) -> dict[str, int]:

@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from megatron_lynx.cost import CostTable, LayerCosts
+from megatron_lynx.integration.agree import gathered
 from megatron_lynx.integration.binding import bind_everything, transformer_layers
+from megatron_lynx.integration.describe import device_of
 from megatron_lynx.integration.install import watching
 from megatron_lynx.integration.measuring.ends import ends_ns, layer_arguments
 from megatron_lynx.integration.measuring.undisturbed import undisturbed
@@ -40,7 +43,7 @@ from megatron_lynx.profiler.measure import (
     transfer_ns,
     wgrad_ns,
 )
-from megatron_lynx.spec import Batch, Model, Parallel
+from megatron_lynx.spec import Batch, Model, Parallel, layer_facts
 
 Times = dict[str, int]
 
@@ -56,33 +59,49 @@ class Probe:
 
 
 def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch) -> CostTable:
-    """The cost table of this rank.
+    """The cost table of this rank; without a layer on it, the layer's times are empty.
 
     Every rank must call it, since collectives and transfers run.
     """
     with undisturbed(chunks):
-        run = LayerRun(chunks, model, parallel, batch)
-        layer, kind = run.layer, kind_of(model)
-        collectives, contention = _collectives(run, kind, model, parallel, batch)
-        with silent_collectives():
-            forward, dgrad, wgrad = _regions(run, kind, model, batch)
-        alone = LayerCosts(
-            forward_ns=forward,
-            dgrad_ns=dgrad,
-            wgrad_ns=wgrad,
-            collective_ns=collectives,
-            beside=tuple(sorted(kind.beside)),
-            contention=contention,
-        )
-        costs = _accumulating(layer, kind, in_step(alone, *run.whole_ns()))
+        kind = kind_of(model)
+        costs = _layer_costs(chunks, kind, model, parallel, batch)
         ends = ends_ns(chunks, model, parallel, batch)
-        if parallel.tp > 1 and not parallel.sequence_parallel:
+        if parallel.tp > 1 and not parallel.sequence_parallel and costs.collective_ns:
             reduction = costs.collective_ns[f"bwd:{kind.backward_slots(parallel)[0]}"]
             ends["head_window_ns"] = _head_window_ns(chunks, costs, reduction, batch)
-        p2p = _transfer(run, model, parallel, batch)
-    graph = kind.graph(model, parallel, batch)
-    table = CostTable(layer=costs, p2p_ns=p2p, graph=graph.fingerprint(), source="measured on one layer")
+        p2p = _transfer(chunks, model, parallel, batch)
+    table = CostTable(
+        layer=costs,
+        p2p_ns=p2p,
+        graph=kind.graph(model, parallel, batch).fingerprint(),
+        job=layer_facts(model, parallel, batch),
+        source="measured on one layer",
+    )
     return table.with_times(ends)
+
+
+def _layer_costs(
+    chunks: Sequence[Any], kind: LayerKind, model: Model, parallel: Parallel, batch: Batch
+) -> LayerCosts:
+    """Times of this rank's first layer; none at all where it has no layer, and so nothing to rebuild."""
+    if not any(transformer_layers(chunks)):
+        for _ in range(2 * (WARMUP + REPEATS)):  # those with layers measure in step
+            torch.distributed.barrier()
+        return LayerCosts(forward_ns={}, dgrad_ns={}, wgrad_ns={})
+    run = LayerRun(chunks, model, parallel, batch)
+    collectives, contention = _collectives(run, kind, model, parallel, batch)
+    with silent_collectives():
+        forward, dgrad, wgrad = _regions(run, kind, model, batch)
+    alone = LayerCosts(
+        forward_ns=forward,
+        dgrad_ns=dgrad,
+        wgrad_ns=wgrad,
+        collective_ns=collectives,
+        beside=tuple(sorted(kind.beside)),
+        contention=contention,
+    )
+    return _accumulating(run.layer, kind, in_step(alone, *run.whole_ns()))
 
 
 def agreed(table: CostTable) -> CostTable:
@@ -90,25 +109,19 @@ def agreed(table: CostTable) -> CostTable:
     it (the slowest as a whole: the slowest of each region would add all ranks' noise up); a collective
     or transfer is the fastest rank's measure, since a slow one includes waiting."""
     tables = gathered(table)
-    slowest = max((one.layer for one in tables), key=_compute_ns)
+    layers = [one.layer for one in tables if one.layer.forward_ns]  # a stage may have none
+    slowest = max(layers, key=_compute_ns)
     slots = slowest.collective_ns
     layer = replace(
         slowest,
-        collective_ns={slot: min(one.layer.collective_ns[slot] for one in tables) for slot in slots},
-        contention=statistics.median(one.layer.contention for one in tables),
+        collective_ns={slot: min(one.collective_ns[slot] for one in layers) for slot in slots},
+        contention=statistics.median(one.contention for one in layers),
     )
     places = ("embedding_forward_ns", "embedding_backward_ns", "head_forward_ns", "head_backward_ns")
     ends = {name: max(getattr(one, name) for one in tables) for name in places}
     window = min((t for one in tables if (t := one.head_window_ns)), default=0)
     p2p = min((t for one in tables if (t := one.p2p_ns)), default=0)
     return replace(table, layer=layer, head_window_ns=window, p2p_ns=p2p, **ends)
-
-
-def gathered(own: Any) -> list[Any]:
-    """``own`` of every rank, in their order. Every rank must call it."""
-    everyone = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, own)
-    return everyone
 
 
 def _compute_ns(layer: LayerCosts) -> int:
@@ -341,12 +354,11 @@ def _head_window_ns(chunks: Sequence[Any], costs: LayerCosts, reduction_ns: int,
     return 0
 
 
-def _transfer(run: LayerRun, model: Model, parallel: Parallel, batch: Batch) -> int:
+def _transfer(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch) -> int:
     """One transfer of activations between neighbouring stages."""
     if parallel.pp == 1:
         return 0
-    weight = run.weight
     rows = batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
     size = (rows, batch.micro_batch_size, model.hidden_size)
     group = parallel_state.get_pipeline_model_parallel_group()
-    return transfer_ns(size, weight.dtype, weight.device, group)
+    return transfer_ns(size, get_model_config(chunks[0]).params_dtype, device_of(chunks), group)

@@ -16,8 +16,10 @@ import torch
 from megatron_lynx.cost import CostTable
 from megatron_lynx.footprint import phase_workspaces
 from megatron_lynx.graph import INPUT, LayerGraph
+from megatron_lynx.integration.agree import gathered
+from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.measuring.ends import run_ends
-from megatron_lynx.integration.measuring.layer import LayerRun, agreed, gathered, measure, silent_collectives
+from megatron_lynx.integration.measuring.layer import LayerRun, agreed, measure, silent_collectives
 from megatron_lynx.integration.measuring.undisturbed import undisturbed
 from megatron_lynx.layers import kind_of, layer_graph
 from megatron_lynx.profiler.measure import mark_tensors
@@ -80,6 +82,8 @@ def working_sets(
 def _working_sets(
     chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch, graph: LayerGraph
 ) -> dict[str, dict[str, int]]:
+    if not any(transformer_layers(chunks)):
+        return {"forward": {}, "backward": {}, "ends": _ends(chunks, model, parallel, batch)}
     run = LayerRun(chunks, model, parallel, batch)
     meter = StorageMeter()
     regions = _RegionMeter(meter, kind_of(model).glue_before())
