@@ -2,6 +2,10 @@
 
 import sys
 
-from megatron_lynx.cli.main import main
+try:
+    from megatron_lynx.cli.main import main
 
-sys.exit(main())
+    code = main()
+except KeyboardInterrupt:  # while Python still imports
+    code = 130
+sys.exit(code)

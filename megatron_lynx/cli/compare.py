@@ -8,7 +8,7 @@ import sys
 from megatron_lynx.cli.docs import write_comparison
 from megatron_lynx.cli.html import comparison_page, write_page
 from megatron_lynx.cli.job import add_job_flags, choices_from
-from megatron_lynx.cli.report import compare_table, console, job_line, print_notes, progress
+from megatron_lynx.cli.report import compare_table, console, job_line, print_notes, progress, show, verdict
 from megatron_lynx.search.rows import compare_json
 from megatron_lynx.search.workflow import compare
 
@@ -44,8 +44,10 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(compare_json(job, rows))
         return 0
     out = console()
-    out.print(job_line(job), markup=False)
-    out.print(compare_table(job, rows))
+    show(out, job_line(job) + "\n")
+    show(out, compare_table(job, rows, out.width) + "\n")
+    for line in verdict(job, rows):
+        show(out, line)
     if args.html:
         out.print(f"page written to {args.html}", markup=False)
     return 0

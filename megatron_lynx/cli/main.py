@@ -7,13 +7,16 @@ when it is called, so that ``lynx plan`` loads no torch and ``lynx --help`` load
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
 from megatron_lynx import __version__
-from megatron_lynx.errors import LynxError
+from megatron_lynx.errors import ConfigError, LynxError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("megatron_lynx.cli.plan", "plan a job: what to keep, what to rebuild and where"),
@@ -38,6 +41,9 @@ PLANNING = frozenset({"plan", "compare", "explain", "simulate", "args"})
 """Commands after which ``-- COMMAND`` is the command line of the job to plan."""
 
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+_SIGNED = re.compile(r"-[0-9.].*")
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,29 +73,72 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``lynx`` on ``argv`` and return its exit code: 0, or 2 for what a user can mend."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if not word.startswith("-")), None)
-    parser = build_parser(command)
+    where = f"lynx {command}" if command in COMMANDS else "lynx"
+    try:
+        code = _run(words, command)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except LynxError as error:
+        return _said(where, " ".join(str(error).split()))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has had enough; what Python still holds goes nowhere.
+        _drop_output()
+        return EXIT_INTERRUPTED
+    except MemoryError:
+        return _said(
+            where, "this machine's memory does not suffice for a job of that size; a smaller one works"
+        )
+    except OSError as error:
+        _drop_output()
+        return _said(where, f"the output cannot be written: {error.strerror or error}")
+
+
+def _run(words: list[str], command: str | None) -> int:
+    """Parse and run; a command after ``--`` is the planned job's."""
     command_line = None
     if command in PLANNING and "--" in words:
         at = words.index("--")
         words, command_line = words[:at], words[at + 1 :]
-    try:
-        args, unknown = parser.parse_known_args(words)
-        args.command_line = command_line
-        if args.command is None:
-            parser.print_help()
-            return EXIT_USER_ERROR
-        if unknown:
-            where = f"lynx {args.command}"
-            parser.exit(
-                EXIT_USER_ERROR,
-                f"{where}: error: {unknown[0]} is not a flag of it; `{where} --help` lists what works\n",
-            )
-        module, _ = COMMANDS[args.command]
-        code: int = import_module(module).run(args)
-        return code
-    except LynxError as error:
-        line = " ".join(str(error).split())
-        print(f"lynx {command}: error: {line}", file=sys.stderr)
+    parser = build_parser(command)
+    args, unknown = parser.parse_known_args(_joined(words) if command in PLANNING else words)
+    args.command_line = command_line
+    if args.command is None:
+        parser.print_help()
         return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        return 130
+    where = f"lynx {args.command}"
+    if unknown:
+        parser.exit(
+            EXIT_USER_ERROR,
+            f"{where}: error: {unknown[0]} is not a flag of it; `{where} --help` lists what works\n",
+        )
+    if sys.stdout is None:
+        raise ConfigError("standard output is closed; `> FILE` works")
+    module, _ = COMMANDS[args.command]
+    code: int = import_module(module).run(args)
+    return code
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """``--budget -3GiB`` as ``--budget=-3GiB``: a value that begins with a sign is no flag."""
+    found: list[str] = []
+    for word in words:
+        if _SIGNED.fullmatch(word) and found and found[-1].startswith("--") and "=" not in found[-1]:
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
+
+
+def _said(where: str, line: str) -> int:
+    print(f"{where}: error: {line}", file=sys.stderr)
+    return EXIT_USER_ERROR
+
+
+def _drop_output() -> None:
+    """Nothing more is written to standard output, not at exit either."""
+    if sys.stdout is not None:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

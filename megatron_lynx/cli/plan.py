@@ -7,7 +7,16 @@ import sys
 from pathlib import Path
 
 from megatron_lynx.cli.job import add_job_flags, choices_from
-from megatron_lynx.cli.report import console, job_line, print_notes, progress, stage_table, summary
+from megatron_lynx.cli.report import (
+    console,
+    job_line,
+    launch_flags,
+    print_notes,
+    progress,
+    show,
+    stage_table,
+    summary,
+)
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.search.rows import compare_json
 from megatron_lynx.search.workflow import Planned, plan_job
@@ -34,9 +43,10 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(compare_json(job, [row]))
         return 0
     out = console()
-    out.print(job_line(job), markup=False)
-    out.print(stage_table(job, row))
-    out.print(summary(row), markup=False)
+    show(out, job_line(job) + "\n")
+    show(out, stage_table(job, row, out.width) + "\n")
+    show(out, summary(job, row))
+    show(out, f"flags: {launch_flags(job, row)}")
     if args.output:
         out.print(f"plan written to {args.output}", markup=False)
     return 0

@@ -12,6 +12,7 @@ import time
 from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.planner.adapipe import adapipe
 from megatron_lynx.planner.baselines import (
+    chosen_modules,
     full_block,
     full_uniform,
     infeasible,
@@ -53,8 +54,8 @@ PLANNERS: dict[str, Planner] = {
     "mixed": mixed,
     "opt": opt,
 }
-"""Every planner by name. ``full-uniform-G`` and ``full-block-K`` are understood as well; without a
-number the best one is taken."""
+"""Every planner by name. ``full-uniform-G`` and ``full-block-K`` are understood as well, without a number
+the best one is taken; and ``modules-A+B``, with the names of ``--recompute-modules``."""
 
 _NUMBERED = {"full-uniform": full_uniform, "full-block": full_block}
 
@@ -105,6 +106,8 @@ def _solve(problem: StageProblem, planner: str, options: SolveOptions) -> Answer
                 f"--lynx-planner {planner}: a group has at least one layer; full-uniform-1 works"
             )
         return _NUMBERED[numbered.group(1)](problem, options, number)
+    if planner.startswith("modules-"):
+        return chosen_modules(problem, planner)
     if planner not in PLANNERS:
         known = ", ".join(PLANNERS)
         raise ConfigError(

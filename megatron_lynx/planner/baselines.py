@@ -2,14 +2,17 @@
 
 They cost what Megatron's really cost. Full recomputation runs a layer's whole forward again with
 every collective, so its plans name every region, also those that no backward needs (``linear_fc2``,
-its collective, ``mlp_bda``). Tail-free is full without those. Selective recomputation keeps the
-output of the attention (the next linear saves it) and drops what is inside, so it is priced by
-``megatron_graph``, in which that output does not belong to the regions that are dropped.
+its collective, ``mlp_bda``). Tail-free is full without those. Selective recomputation runs single
+modules again (``--recompute-modules``). Of the attention it keeps the output (the next linear saves it)
+and drops what is inside, so it is priced by ``megatron_graph``, in which that output does not belong to
+the regions that are dropped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 
 from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.graph import INPUT, LayerGraph, Region
@@ -108,18 +111,55 @@ def megatron_graph(graph: LayerGraph, module: tuple[str, ...]) -> LayerGraph:
     return LayerGraph(regions=regions, storages=storages, cuts=graph.cuts)
 
 
+def module_sets(recompute_modules: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Planners of every combination of ``--recompute-modules`` but the one that is ``selective``."""
+    names = list(recompute_modules)
+    found = [names_ for size in range(1, len(names) + 1) for names_ in combinations(names, size)]
+    return tuple(f"modules-{'+'.join(chosen)}" for chosen in found if chosen != (SELECTIVE,))
+
+
+def modules_of(planner: str) -> tuple[str, ...]:
+    """What a planner gives ``--recompute-modules``; nothing if it is another one."""
+    if planner == "selective":
+        return (SELECTIVE,)
+    return tuple(planner.removeprefix("modules-").split("+")) if planner.startswith("modules-") else ()
+
+
+def plan_graph(
+    graph: LayerGraph, recompute_modules: Mapping[str, tuple[str, ...]], planner: str
+) -> LayerGraph:
+    """The graph that a planner's plans are counted by: its own where it runs the attention again."""
+    attention = recompute_modules.get(SELECTIVE, ()) if SELECTIVE in modules_of(planner) else ()
+    return megatron_graph(graph, attention) if attention else graph
+
+
 def selective(problem: StageProblem, options: SolveOptions) -> Answer:
     """``--recompute-granularity selective``: run the attention again, keep its output.
 
     Raises:
         ConfigError: the layer has no such module.
     """
-    module = problem.recompute_modules.get(SELECTIVE, ())
-    if not module:
-        raise ConfigError(f"--lynx-planner selective needs a layer with {SELECTIVE}; opt works")
-    again: dict[str, Choice] = dict.fromkeys(module, "demand")
+    return chosen_modules(problem, "selective")
+
+
+def chosen_modules(problem: StageProblem, planner: str) -> Answer:
+    """``--recompute-granularity selective --recompute-modules``: run single modules again.
+
+    Raises:
+        ConfigError: the layer has no such module.
+    """
+    regions: list[str] = []
+    for name in modules_of(planner):
+        if name not in problem.recompute_modules:
+            known = ", ".join(problem.recompute_modules) or "none"
+            raise ConfigError(
+                f"--planner {planner} needs a layer with {name}; its modules: {known}; opt works"
+            )
+        regions += problem.recompute_modules[name]
+    again: dict[str, Choice] = dict.fromkeys(regions, "demand")
     plan = stage_plan(problem, dict.fromkeys(problem.layers, again))
-    return Answer(plan=plan, status="fixed", graph=megatron_graph(problem.graph, module))
+    graph = plan_graph(problem.graph, problem.recompute_modules, planner)
+    return Answer(plan=plan, status="fixed", graph=graph)
 
 
 def tail_free(problem: StageProblem, options: SolveOptions) -> Answer:

@@ -45,15 +45,22 @@ class Row:
     """One method.
 
     ``method`` names it for people (``full-block-3``, ``opt + search``), ``planner`` is the name
-    that ``--planner`` takes. Without ``fits``, ``reason`` says why and the times are None.
+    that ``--planner`` takes. Without ``fits``, ``reason`` says why, ``stage`` lacks most, ``needed_bytes``
+    is the memory of a device with which it would fit, and the times are None.
+    ``tflops_per_gpu`` counts what the model needs, not what is recomputed; ``mfu`` is its share of the
+    device's peak, None where the device is not known.
     """
 
     method: str
     planner: str
     fits: bool
     reason: str | None = None
+    stage: int | None = None
+    needed_bytes: int | None = None
     iteration_ns: int | None = None
     tokens_per_second: float | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
     layout: str | None = None
     stages: tuple[StageRow, ...] = ()
 

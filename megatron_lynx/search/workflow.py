@@ -22,12 +22,13 @@ from megatron_lynx.layers import kind_of
 from megatron_lynx.partition.layout import Layout
 from megatron_lynx.plan import Plan, fingerprint
 from megatron_lynx.planner import PlannedStage, SolveOptions
-from megatron_lynx.planner.baselines import SELECTIVE, megatron_graph
+from megatron_lynx.planner.baselines import module_sets, plan_graph
 from megatron_lynx.schedule import in_flight
 from megatron_lynx.search.check import check_plan
 from megatron_lynx.search.rows import Row, StageRow
 from megatron_lynx.search.splits import given_split, searched
 from megatron_lynx.search.stages import Bench, Split
+from megatron_lynx.search.throughput import mfu, tflops_per_gpu
 from megatron_lynx.simulator.engine import SimJob, simulate
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.spec import Batch, Model, Optimizer, Parallel, job_facts
@@ -47,7 +48,10 @@ __all__ = [
 ]
 
 PARTITIONS = ("keep", "greedy", "search")
-MEGATRON_METHODS = ("none", "full-uniform", "full-block", "selective")
+MODULES = "modules"
+"""The best combination of Megatron's ``--recompute-modules``, the same on all stages."""
+
+MEGATRON_METHODS = ("none", "full-uniform", "full-block", "selective", MODULES)
 """What Megatron can do without lynx."""
 
 METHODS = (*MEGATRON_METHODS, "tail-free", "checkmate", "adapipe", "heu", "opt")
@@ -76,7 +80,7 @@ stalls and overrun both on: where the steady state has none, all work in it over
 
 def planner_names() -> tuple[str, ...]:
     """Names that ``--planner`` takes."""
-    return tuple(planners.PLANNERS)
+    return (*planners.PLANNERS, MODULES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +109,8 @@ class Planned:
             fits=True,
             iteration_ns=self.iteration_ns,
             tokens_per_second=self.job.tokens * 1e9 / self.iteration_ns,
+            tflops_per_gpu=tflops_per_gpu(self.job, self.iteration_ns),
+            mfu=mfu(self.job, self.iteration_ns),
             layout=self.plan.layout,
             stages=tuple(_stage_row(self.job, stage) for stage in self.stages),
         )
@@ -160,6 +166,8 @@ def _one_number(bench: Bench, method: str, split: Split) -> str:
 def _assemble(bench: Bench, planner: str, split: Split) -> Planned:
     """Plan every stage of a split and put the parts together."""
     job = bench.job
+    if planner == MODULES:
+        return _best_modules(bench, split)
     if planner in _ONE_NUMBER:
         planner = _one_number(bench, planner, split)
     local = bench.best(split, planner)
@@ -181,6 +189,23 @@ def _assemble(bench: Bench, planner: str, split: Split) -> Planned:
         simulated_ns=bench.score(local),
         iteration_ns=bench.iteration(local),
     )
+
+
+def _best_modules(bench: Bench, split: Split) -> Planned:
+    """The fastest combination of ``--recompute-modules`` that fits all stages.
+
+    Raises:
+        InfeasibleError: none fits; of the one that lacks least.
+    """
+    found, errors = [], []
+    for planner in module_sets(kind_of(bench.job.model).recompute_modules):
+        try:
+            found.append(_assemble(bench, planner, split))
+        except InfeasibleError as error:
+            errors.append(error)
+    if errors and not found:
+        raise min(errors, key=lambda error: error.needed_bytes)
+    return min(found, key=lambda planned: planned.iteration_ns)
 
 
 def plan_job(
@@ -247,9 +272,7 @@ def timeline_of(job: Job, plan: Plan) -> Timeline:
 
 def graph_of(job: Job, plan: Plan) -> LayerGraph:
     """The graph that a plan counts by: ``selective`` keeps the output of the region it drops."""
-    if plan.planner != "selective":
-        return job.graph
-    return megatron_graph(job.graph, kind_of(job.model).recompute_modules[SELECTIVE])
+    return plan_graph(job.graph, kind_of(job.model).recompute_modules, plan.planner)
 
 
 def plan_with_costs(
@@ -300,11 +323,14 @@ def compare(
 ) -> tuple[Row, ...]:
     """Every method on the job's own split, then those of ``partitioned`` with ``search``.
 
+    ``modules`` gives a row for each combination of ``--recompute-modules``.
+
     A method that does not fit gives a row that says why. With ``switches``, rows of ``opt`` with
     one kind of window switched off follow. ``progress`` is told what comes next.
     """
     benches = {"": Bench(job, options, time_limit_s)}
-    chosen = [(method, "keep", "") for method in methods]
+    sets = module_sets(kind_of(job.model).recompute_modules)
+    chosen = [(own, "keep", "") for method in methods for own in (sets if method == MODULES else (method,))]
     chosen += [(method, "search", "") for method in partitioned]
     if switches:
         benches |= {name: Bench(job, changed, time_limit_s) for name, changed in SWITCHES.items()}
@@ -318,18 +344,31 @@ def compare(
             planned = _plan(benches[switch], method, partition)
             rows.append(planned.row(planned.plan.planner + suffix))
         except InfeasibleError as error:
-            rows.append(Row(method=method + suffix, planner=method, fits=False, reason=str(error)))
+            rows.append(
+                Row(
+                    method=method + suffix,
+                    planner=method,
+                    fits=False,
+                    reason=str(error),
+                    stage=error.stage,
+                    needed_bytes=error.needed_bytes,
+                )
+            )
     return tuple(rows)
 
 
+def method_of(planner: str) -> str:
+    """A planner's name without its number or its modules."""
+    return MODULES if planner.startswith(f"{MODULES}-") else planner.rstrip("-0123456789")
+
+
 def best_of(rows: Sequence[Row], planners: Iterable[str]) -> Row | None:
-    """The fastest row that fits, among those made by ``planners`` (numbers left out)."""
+    """The fastest row that fits, among those made by ``planners`` (numbers and modules left out)."""
     names = set(planners)
     fitting = [
         row
         for row in rows
-        if row.iteration_ns is not None
-        and (row.planner in names or row.planner.rstrip("-0123456789") in names)
+        if row.iteration_ns is not None and (row.planner in names or method_of(row.planner) in names)
     ]
     return min(fitting, key=lambda row: row.iteration_ns or 0, default=None)
 
