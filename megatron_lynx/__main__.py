@@ -2,10 +2,6 @@
 
 import sys
 
-try:
-    from megatron_lynx.cli.main import main
+from megatron_lynx.cli.main import main
 
-    code = main()
-except KeyboardInterrupt:  # while Python still imports
-    code = 130
-sys.exit(code)
+sys.exit(main())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.hardware import Cluster, read_cluster
+from megatron_lynx.hardware import MEASURE, Cluster, read_cluster
 from megatron_lynx.spec import Model
 
 Kind = Literal["models", "clusters", "runs"]
@@ -32,6 +32,13 @@ def preset_names(kind: Kind) -> tuple[str, ...]:
     """Names that ``--model``, ``--cluster`` or ``--run`` take, sorted."""
     folder = files("megatron_lynx") / "configs" / kind
     return tuple(sorted(f.name[: -len(".toml")] for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+def usable_names(kind: Kind) -> tuple[str, ...]:
+    """The names that work as they stand: not those with figures that their user has to measure."""
+    folder = files("megatron_lynx") / "configs" / kind
+    texts = {name: (folder / f"{name}.toml").read_text("utf-8") for name in preset_names(kind)}
+    return tuple(name for name, text in texts.items() if f'"{MEASURE}"' not in text)
 
 
 def read_toml(kind: Kind, name: str) -> tuple[dict[str, Any], str]:
@@ -57,7 +64,7 @@ def read_toml(kind: Kind, name: str) -> tuple[dict[str, Any], str]:
 
 
 def _known(kind: Kind) -> str:
-    return f"one of {', '.join(preset_names(kind))} works, or the path of a .toml file"
+    return f"one of {', '.join(usable_names(kind))} works, or the path of a .toml file"
 
 
 def load_cluster(name: str) -> Cluster:

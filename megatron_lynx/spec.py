@@ -33,6 +33,10 @@ def _divides(divisor: int, by: str, total: int, of: str) -> None:
         )
 
 
+MOST_LAYERS, MOST_MICROBATCHES = 10_000, 100_000
+"""What is planned at most: a mistyped size is an error, not an hour of work."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """The shape of a GPT and the kernels that decide what its layers save.
@@ -260,14 +264,25 @@ def check_job(model: Model, parallel: Parallel, batch: Batch) -> None:
     Raises:
         ConfigError: names the flag, its value and a value that works.
     """
-    tp = parallel.tp
-    _divides(tp, "tp", model.num_attention_heads, "num_attention_heads")
-    if model.groups % tp:
-        raise ConfigError(
-            f"--num-query-groups {model.groups} is not divisible by --tp {tp}; "
-            f"--num-query-groups {(model.groups // tp + 1) * tp} would be"
-        )
-    _divides(tp, "tp", model.ffn, "ffn_hidden_size")
+    tp, microbatches = parallel.tp, batch.num_microbatches(parallel.dp)
+    for flag, value, most in (
+        ("--num-layers", model.num_layers, MOST_LAYERS),
+        ("--global-batch-size", microbatches, MOST_MICROBATCHES),
+    ):
+        if value > most:
+            what = "layers" if flag == "--num-layers" else "microbatches a step"
+            raise ConfigError(
+                f"{flag}: {value} {what} are more than the {most} that are planned; {most} works"
+            )
+    shared = (
+        ("num_attention_heads", model.num_attention_heads),
+        ("num_query_groups", model.groups),
+        ("ffn_hidden_size", model.ffn),
+    )
+    for name, total in shared:
+        if total % tp:
+            works = max(t for t in range(1, tp) if all(size % t == 0 for _, size in shared))
+            raise ConfigError(f"{_flag(name)} {total} is not divisible by --tp {tp}; --tp {works} works")
     if parallel.sequence_parallel:
         _divides(tp, "tp", batch.seq_length, "seq_length")
     if parallel.pp * parallel.vpp > model.num_layers:
@@ -282,7 +297,6 @@ def check_job(model: Model, parallel: Parallel, batch: Batch) -> None:
             f"--micro-batch-size {batch.micro_batch_size} x --dp {parallel.dp}; "
             f"--global-batch-size {(batch.global_batch_size // per_step + 1) * per_step} works"
         )
-    microbatches = batch.num_microbatches(parallel.dp)
     if (
         parallel.vpp > 1
         and microbatches % parallel.group_size

@@ -9,12 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from megatron_lynx.cli.job import add_job_flags, choices_from
-from megatron_lynx.cli.report import console, job_line, layer_span, print_notes
-from megatron_lynx.errors import ConfigError
+from megatron_lynx.cli.report import Grid, console, job_line, layer_span, print_notes
+from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job
 from megatron_lynx.plan import DEMAND, LayerPlan, Plan, StagePlan, Window, parse_plan
@@ -23,7 +22,6 @@ from megatron_lynx.simulator.memory import Peak, peak
 from megatron_lynx.units import format_bytes, format_ns
 
 SCHEMA = 1
-_STYLES = {"keep": "dim", "demand": "red", "window": "green"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +49,7 @@ def read_plan(path: str, flag: str = "PLAN") -> Plan:
 def run(args: argparse.Namespace) -> int:
     """Explain, with sizes and times if the flags of the job are given too."""
     plan = read_plan(args.plan)
-    with_job = any((args.model, args.run, args.from_args, args.num_layers))
+    with_job = any((args.model, args.run, args.from_args, args.num_layers, args.command_line))
     job = None
     if with_job:
         if args.layout is None and plan.layout is not None:
@@ -71,9 +69,31 @@ def run(args: argparse.Namespace) -> int:
         out.print(_stage(stage, graph_of(job, plan) if job else None, job))
     if job is not None:
         out.print(_memory(job, plan))
+        check_fits(job, plan)
     else:
         out.print("With the flags of the job (--model ... or --from-args) also sizes, times and memory.")
     return 0
+
+
+def check_fits(job: Job, plan: Plan) -> None:
+    """Refuse a plan that was made for more memory than the job has.
+
+    Raises:
+        InfeasibleError: names the fullest stage and what it needs.
+    """
+    needed = {
+        stage.stage: job.footprint(stage.stage, len(stage.layers)).static_bytes + top.size_bytes
+        for stage, top in _peaks(job, plan)
+    }
+    stage = max(needed, key=lambda rank: needed[rank])
+    if needed[stage] > job.memory_bytes:
+        raise InfeasibleError(
+            f"the plan needs {format_bytes(needed[stage])} on stage {stage}, but a device offers "
+            f"{format_bytes(job.memory_bytes)}; the --cluster or --budget that it was made for works",
+            stage=stage,
+            budget_bytes=job.memory_bytes,
+            needed_bytes=needed[stage],
+        )
 
 
 def groups(stage: StagePlan) -> list[tuple[list[int], LayerPlan]]:
@@ -112,18 +132,15 @@ def _stage(stage: StagePlan, graph: LayerGraph | None, job: Job | None) -> Rende
         if not plan.choices:
             blocks.append(Text(f"{title}: everything is kept", style="dim"))
             continue
-        table = Table(title=title, title_justify="left")
-        table.add_column("dropped")
-        table.add_column("rebuilt in", no_wrap=True)
+        table = Grid(title, left=2)
+        table.add_column("dropped", "rebuilt in")
         if graph is not None and job is not None:
-            table.add_column("bytes a layer", justify="right")
-            table.add_column("time", justify="right")
+            table.add_column("bytes a layer", "time")
         for region, choice in plan.choices:
-            style = _STYLES["window" if isinstance(choice, Window) else "demand"]
-            cells = [Text(region), Text(relative(choice, plan.layer), style=style)]
+            cells = [region, relative(choice, plan.layer)]
             if graph is not None and job is not None:
-                cells.append(Text(format_bytes(graph.rebuilt_bytes(region, plan.dropped))))
-                cells.append(Text(format_ns(job.costs.layer.rebuild_ns(region, hidden=choice != DEMAND))))
+                cells.append(format_bytes(graph.rebuilt_bytes(region, plan.dropped)))
+                cells.append(format_ns(job.costs.layer.rebuild_ns(region, hidden=choice != DEMAND)))
             table.add_row(*cells)
         blocks.append(table)
     return Group(*blocks)
@@ -134,13 +151,13 @@ def _peaks(job: Job, plan: Plan) -> Iterable[tuple[StagePlan, Peak]]:
     return [(stage, peak(timeline, stage.stage)) for stage in plan.stages]
 
 
-def _memory(job: Job, plan: Plan) -> Table:
+def _memory(job: Job, plan: Plan) -> Grid:
     """Static memory by owner, then the activations at the simulated peak by owner."""
     found = list(_peaks(job, plan))
-    table = Table(title="memory of each stage at its peak")
+    table = Grid("memory of each stage at its peak")
     table.add_column("owner")
     for stage, _ in found:
-        table.add_column(f"stage {stage.stage}", justify="right", no_wrap=True)
+        table.add_column(f"stage {stage.stage}")
     static = [job.footprint(stage.stage, len(stage.layers)) for stage, _ in found]
     for owner, _ in static[0].owners():
         sizes = [dict(f.owners())[owner] for f in static]
@@ -150,7 +167,6 @@ def _memory(job: Job, plan: Plan) -> Table:
     for owner in owners:
         table.add_row(owner, *(format_bytes(dict(top.owners).get(owner, 0)) for _, top in found))
     totals = [f.static_bytes + top.size_bytes for f, (_, top) in zip(static, found, strict=True)]
-    table.add_section()
     table.add_row("peak", *map(format_bytes, totals))
     table.add_row("free", *(format_bytes(job.memory_bytes - total) for total in totals))
     table.add_row("at", *(_moment(top) for _, top in found))

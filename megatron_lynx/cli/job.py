@@ -18,7 +18,7 @@ from megatron_lynx.cli.sizes import derive
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.hardware import Cluster
-from megatron_lynx.presets import load_cluster, make_model, preset_names, read_toml
+from megatron_lynx.presets import load_cluster, make_model, read_toml, usable_names
 from megatron_lynx.search.workflow import PARTITIONS, TIME_LIMIT_S, Job, make_job, planner_names
 from megatron_lynx.spec import Batch, Model, Parallel
 from megatron_lynx.units import parse_bytes, parse_ns
@@ -63,8 +63,8 @@ def fraction(text: str) -> float:
 def add_job_flags(parser: argparse.ArgumentParser, *, plans: bool = True) -> None:
     """Add the flags of a job; ``plans`` adds those that choose a planner and a partition too."""
     job = parser.add_argument_group("job")
-    job.add_argument("--model", metavar="NAME|FILE", help=f"one of {', '.join(preset_names('models'))}")
-    job.add_argument("--cluster", metavar="NAME|FILE", help=f"one of {', '.join(preset_names('clusters'))}")
+    job.add_argument("--model", metavar="NAME|FILE", help=f"one of {', '.join(usable_names('models'))}")
+    job.add_argument("--cluster", metavar="NAME|FILE", help=f"one of {', '.join(usable_names('clusters'))}")
     job.add_argument("--run", metavar="NAME|FILE", help="a whole job from a file of configs/runs")
     job.add_argument(
         "--from-args",

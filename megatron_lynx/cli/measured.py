@@ -9,12 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from megatron_lynx.cli.html import methods_of, write_page
 from megatron_lynx.cli.html_data import Method, page_data
 from megatron_lynx.cli.job import read_profile, whole
-from megatron_lynx.cli.report import console, job_line, print_notes, progress
+from megatron_lynx.cli.report import Grid, console, job_line, print_notes, progress
 from megatron_lynx.cli.run_files import Report, measured, read_report
 from megatron_lynx.presets import load_cluster
 from megatron_lynx.units import format_bytes, format_ns
@@ -84,16 +82,14 @@ def _page(report: Report, found: dict[str, Any]) -> dict[str, Any]:
     return page_data(f"{report.job.model.name}: planned and measured", report.job, methods, found)
 
 
-def _table(stage: dict[str, Any]) -> Table:
+def _table(stage: dict[str, Any]) -> Grid:
     """Two columns for each figure: the plan's, the run's."""
-    table = Table(title=f"stage {stage['stage']}: planned | measured")
-    table.add_column("in a step, or in one opening of a window", no_wrap=True)
-    for name in ("time or bytes", "opened", "work", "wait after it", "rebuilt bytes"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Grid(f"stage {stage['stage']}: planned | measured")
+    table.add_column("in a step, or in\none opening of a window", "time or bytes", "opened", "work")
+    table.add_column("wait after it", "rebuilt bytes")
     for row in stage["sums"]:
         text = format_ns if row["unit"] == "ns" else format_bytes
         table.add_row(row["name"], _both(row["planned"], row["measured"], text))
-    table.add_section()
     for row in stage["windows"]:
         planned, found = row["planned"], row["measured"]
         cells = [

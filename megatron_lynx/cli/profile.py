@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from megatron_lynx.cli.report import Grid
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.units import format_ns
@@ -61,12 +61,10 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"--output {path} cannot be written; a file such as costs.json works")
 
 
-def costs_table(costs: CostTable) -> Table:
+def costs_table(costs: CostTable) -> Grid:
     """The costs for people: one line a region, then links and ends."""
-    table = Table(title=f"one microbatch on one rank, {costs.source}")
-    table.add_column("what")
-    for name in ("forward", "backward", "of it weights", "collective"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Grid(f"one microbatch on one rank, {costs.source}")
+    table.add_column("what", "forward", "backward", "of it weights", "collective")
     layer = costs.layer
     for region, forward_ns in layer.forward_ns.items():
         waits = [
@@ -79,7 +77,6 @@ def costs_table(costs: CostTable) -> Table:
             format_ns(layer.wgrad_ns[region]) if region in layer.wgrad_ns else "",
             format_ns(max(waits)) if waits else "",
         )
-    table.add_section()
     table.add_row("embedding", format_ns(costs.embedding_forward_ns), format_ns(costs.embedding_backward_ns))
     table.add_row("head and loss", format_ns(costs.head_forward_ns), format_ns(costs.head_backward_ns))
     table.add_row("transfer between stages", format_ns(costs.p2p_ns))

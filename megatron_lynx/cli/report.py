@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.status import Status
 from rich.text import Text
 
@@ -65,6 +65,32 @@ def grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], width: 
 
 
 _GAP = "  "
+
+
+class Grid:
+    """A ``grid`` that is filled column by column and row by row, and printed at the console's width.
+
+    Missing cells are empty. ``left`` is how many columns begin at the left.
+    """
+
+    def __init__(self, title: str = "", left: int = 1) -> None:
+        self.title, self.left = title, left
+        self.head: list[str] = []
+        self.rows: list[list[str]] = []
+
+    def add_column(self, *names: str) -> None:
+        """Add columns by their heads."""
+        self.head += names
+
+    def add_row(self, *cells: str) -> None:
+        """Add a row."""
+        self.rows.append(list(cells))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The text of the table for rich, which prints it."""
+        rows = [[*row, *([""] * (len(self.head) - len(row)))] for row in self.rows]
+        text = grid(self.title, self.head, rows, options.max_width, self.left)
+        yield Text(text + "\n", no_wrap=True, overflow="ignore")
 
 
 def show(out: Console, text: str) -> None:
@@ -147,7 +173,7 @@ def summary(job: Job, row: Row) -> str:
     share = "" if row.mfu is None else f", MFU {row.mfu:.1%}"
     return (
         f"step {format_ns(row.iteration_ns)}: {row.tokens_per_second / gpus(job):,.0f} tokens/s and "
-        f"{row.tflops_per_gpu:.0f} TFLOP/s per GPU{share}; {row.tokens_per_second:,.0f} tokens/s in all"
+        f"{row.tflops_per_gpu:.0f} TFLOP/s per GPU{share}"
     )
 
 

@@ -7,12 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-from rich.table import Table
-
-from megatron_lynx.cli.explain import read_plan
+from megatron_lynx.cli.explain import check_fits, read_plan
 from megatron_lynx.cli.html import plan_page, write_page
 from megatron_lynx.cli.job import Choices, add_job_flags, choices_from
-from megatron_lynx.cli.report import console, job_line, print_notes, progress
+from megatron_lynx.cli.report import Grid, console, job_line, print_notes, progress
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.job import Job
 from megatron_lynx.plan import Plan
@@ -78,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         out.print(f"trace written to {args.trace}: open it at ui.perfetto.dev", markup=False)
     if args.html:
         out.print(f"page written to {args.html}", markup=False)
+    check_fits(job, plan)
     return 0
 
 
@@ -106,11 +105,9 @@ def write_trace(timeline: Timeline, job: Job, plan: Plan, path: str) -> None:
         ) from error
 
 
-def _table(timeline: Timeline, job: Job, plan: Plan) -> Table:
-    table = Table(title=f"{plan.planner}: one step, by stage")
-    table.add_column("stage", justify="right")
-    for name in (*_COLUMNS, "peak"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _table(timeline: Timeline, job: Job, plan: Plan) -> Grid:
+    table = Grid(f"{plan.planner}: one step, by stage")
+    table.add_column("stage", *(name.replace("rebuilt in", "rebuilt\nin") for name in _COLUMNS), "peak")
     for stage, static in enumerate(_static(job, plan)):
         totals = timeline.totals_ns(stage)
         cells = [format_ns(totals.get(kind, 0)) for kind in _COLUMNS.values()]

@@ -7,10 +7,8 @@ import tempfile
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from rich.table import Table
-
 from megatron_lynx.cli.job import choices_from
-from megatron_lynx.cli.report import console
+from megatron_lynx.cli.report import Grid, console
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.reproduction.truth import FIGURES, STEP, Case, Compared, compare_all, read_cases
 from megatron_lynx.search.workflow import Job
@@ -47,14 +45,12 @@ def job_of(case: Case) -> Job:
         return choices_from(args).job
 
 
-def table(rows: tuple[Compared, ...]) -> Table:
+def table(rows: tuple[Compared, ...]) -> Grid:
     """One line for each figure of each row."""
-    found = Table(box=None, header_style="bold", pad_edge=False)
-    found.add_column("run")
-    for name in ("predicted", "measured", "error"):
-        found.add_column(name, justify="right")
+    found = Grid()
+    found.add_column("run", "predicted", "measured", "error")
     for row in rows:
-        found.add_row(f"[bold]{row.case.name}[/bold] on {row.case.cluster}")
+        found.add_row(f"{row.case.name} on {row.case.cluster}")
         for figure in FIGURES:
             error = row.error(figure)
             if error is None:

@@ -10,6 +10,7 @@ from megatron_lynx.job import Job, make_job
 from megatron_lynx.planner.result import SolveOptions
 from megatron_lynx.search.splits import given_split
 from megatron_lynx.search.stages import Bench
+from megatron_lynx.spec import Batch, Optimizer, Parallel
 
 LEAST = "full-uniform-1"
 """The method that is priced: of Megatron's own the one that needs least, or nearly."""
@@ -71,27 +72,36 @@ def _changes(job: Job) -> Iterator[tuple[str, int, Job]]:
         yield from _made(job, f"--micro-batch-size {halved}", 1, batch=replace(b, micro_batch_size=halved))
     if p.tp > 1 and not p.sequence_parallel:
         yield from _made(job, "--sequence-parallel", 1, parallel=replace(p, sequence_parallel=True))
-    if p.dp > 1 and not job.distributed_optimizer:
-        yield from _made(job, "--use-distributed-optimizer", 1, distributed_optimizer=True)
+    if p.dp > 1 and not job.optimizer.use_distributed_optimizer:
+        sharded = replace(job.optimizer, use_distributed_optimizer=True)
+        yield from _made(job, "--use-distributed-optimizer", 1, optimizer=sharded)
     dp, factor = (p.dp // 2, 1) if p.dp % 2 == 0 else (p.dp, 2)
     wider, longer = replace(p, dp=dp, tp=2 * p.tp), replace(p, dp=dp, pp=2 * p.pp)
     yield from _made(job, f"--tensor-model-parallel-size {wider.tp}", factor, parallel=wider)
     yield from _made(job, f"--pipeline-model-parallel-size {longer.pp}", factor, parallel=longer)
 
 
-def _made(job: Job, flag: str, factor: int, **changed: object) -> Iterator[tuple[str, int, Job]]:
+def _made(
+    job: Job,
+    flag: str,
+    factor: int,
+    *,
+    parallel: Parallel | None = None,
+    batch: Batch | None = None,
+    optimizer: Optimizer | None = None,
+) -> Iterator[tuple[str, int, Job]]:
     """The changed job; nothing where it is none, or its costs were measured for another shape."""
     if job.cluster is None:
         return
-    same = {"parallel": job.parallel, "batch": job.batch, "distributed_optimizer": job.distributed_optimizer}
-    layout = None if "parallel" in changed else job.layout
     try:
         made = make_job(
             job.model,
+            parallel or job.parallel,
+            batch or job.batch,
             cluster=job.cluster,
             memory_bytes=job.memory_bytes,
-            layout=layout,
-            **{**same, **changed},  # type: ignore[arg-type]
+            layout=None if parallel else job.layout,
+            optimizer=optimizer or job.optimizer,
         )
     except ConfigError:
         return

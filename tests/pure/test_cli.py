@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_lynx.cli.docs import Setting, write_comparison
 from megatron_lynx.cli.main import COMMANDS
+from megatron_lynx.cli.report import grid
 from megatron_lynx.plan import parse_plan
 from megatron_lynx.presets import load_cluster, load_model
+from megatron_lynx.search.throughput import model_flops
 from megatron_lynx.spec import Batch, Parallel
 from tests.support.command import SMALL, TIGHT, Captured, lynx
 
@@ -33,7 +37,11 @@ ROW_FIELDS = {
     "fits": bool,
     "reason": str | None,
     "iteration_ns": int | None,
+    "stage": int | None,
+    "needed_bytes": int | None,
     "tokens_per_second": float | None,
+    "tflops_per_gpu": float | None,
+    "mfu": float | None,
     "layout": str | None,
     "stages": list,
 }
@@ -60,7 +68,7 @@ def test_json_is_as_the_design_says(capsys: Captured, command: str) -> None:
     data = json.loads(out)
     assert set(data) == {"schema", "model", "parallel", "batch", "cluster", "rows"}
     assert data["schema"] == 1
-    assert len(data["rows"]) == (1 if command == "plan" else 13)
+    assert len(data["rows"]) == (1 if command == "plan" else 19)
     for row in data["rows"]:
         assert set(row) == set(ROW_FIELDS)
         assert all(isinstance(row[name], kind) for name, kind in ROW_FIELDS.items())
@@ -74,7 +82,7 @@ def test_json_is_as_the_design_says(capsys: Captured, command: str) -> None:
 def test_compare_shows_both_speedups(capsys: Captured) -> None:
     code, out, _ = lynx(capsys, "compare", *TIGHT)
     assert code == 0
-    for word in ("over Megatron", "over checkmate", "full-block", "opt + search", "does not fit"):
+    for word in ("Megatron", "checkmate", "full-block", "opt + search", "does not fit", "MFU", "tokens/s"):
         assert word in out
 
 
@@ -172,3 +180,81 @@ def test_the_comparison_document(tmp_path: Path) -> None:
     assert text.count("| gpt-1.3b |") == 2
     for word in ("simulated", "over checkmate", "a100-40g-pcie", "opt + search"):
         assert word in text
+
+
+def test_tables_fit_eighty_columns_and_cut_nothing(capsys: Captured, tmp_path: Path) -> None:
+    plan = str(tmp_path / "plan.txt")
+    wide = ("--model", "gpt-1.3b", "--tp", "2", "--pp", "12", "--micro-batch-size", "16")
+    outs = [lynx(capsys, "plan", *wide, "--planner", "heu", "--output", plan)[1]]
+    outs += [lynx(capsys, "explain", plan, *wide)[1], lynx(capsys, "simulate", plan, *wide)[1]]
+    outs += [lynx(capsys, "compare", *TIGHT)[1]]
+    for out in outs:
+        assert "…" not in out
+        flags = ("written to", "flags:", "best:", "fastest:", "--", str(tmp_path))
+        lines = [line for line in out.splitlines() if not any(word in line for word in flags)]
+        assert max(map(len, lines)) <= 80
+    heads = outs[0].split("step ")[0]
+    assert all(
+        name in heads for name in ("static", "kept", "rebuilt", "peak", "free", "forward", "on demand")
+    )
+
+
+def test_a_grid_keeps_every_cell() -> None:
+    rows = [(f"row {i}", *(str(i * 10**k) for k in range(12))) for i in range(3)]
+    text = grid("title", ["name", *(f"column\n{k}" for k in range(12))], rows, 40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert all(cell in text for row in rows for cell in row)
+    assert text.count("row 2") > 1
+
+
+def test_plain_statements(capsys: Captured) -> None:
+    job = ("--model", "gpt-1.3b", "--num-layers", "8", "--tp", "2", "--pp", "4", "--global-batch-size", "8")
+    _, out, _ = lynx(capsys, "compare", *job)
+    assert "Everything fits; use no recomputation." in out
+    assert "Megatron's best: none: no recomputation flag at all" in out
+    assert "assumed: local layers, flash attention" in out
+    _, out, _ = lynx(capsys, "compare", *TIGHT, "--budget", "1GiB")
+    assert "Nothing fits 1.00 GiB. With full recomputation stage" in out
+    assert "would help most" in out
+    assert "optimizer" in out
+    _, out, _ = lynx(capsys, "compare", *TIGHT)
+    assert "--recompute-granularity full" in out
+    assert "--recompute-method lynx --lynx-planner" in out
+
+
+def test_a_plan_for_more_memory_is_no_success(capsys: Captured, tmp_path: Path) -> None:
+    plan = str(tmp_path / "plan.txt")
+    lynx(capsys, "plan", *TIGHT, "--planner", "none", "--budget", "30GiB", "--output", plan)
+    for command in ("explain", "simulate"):
+        code, out, err = lynx(capsys, command, plan, *TIGHT)
+        assert code == 2
+        assert "peak" in out
+        assert "the plan needs" in err
+        code, _, err = lynx(capsys, command, plan, *TIGHT, "--budget", "30GiB")
+        assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [("> /dev/full", "No space left on device"), (">&-", "standard output is closed"), ("| true", "")],
+)
+def test_output_that_cannot_be_written(where: str, message: str) -> None:
+    words = f"{sys.executable} -m megatron_lynx plan --model gpt-1.3b --planner none --tp 2 --json {where}"
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {words}"], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode in ((0, 130) if not message else (2,))
+    assert message in done.stderr
+
+
+def test_model_flops_are_megatrons() -> None:
+    """``num_floating_point_operations`` of Megatron-Core 0.19 for a GPT of 24 layers, computed by hand."""
+    model = load_model("gpt-1.3b")
+    batch = Batch(seq_length=2048, micro_batch_size=1, global_batch_size=4)
+    h, tokens = model.hidden_size, 4 * 2048
+    layer = 12 * h * h + 2048 * h
+    vocabulary = -(-model.vocab_size // 128) * 128
+    expected = 6 * tokens * (model.num_layers * layer + h * vocabulary)
+    assert model_flops(model, Parallel(), batch) == expected

@@ -9,7 +9,10 @@ import pytest
 from tests.support.command import SMALL, TIGHT, Captured, lynx
 
 NONSENSE: list[tuple[list[str], tuple[str, ...]]] = [
-    (["plan", *SMALL, "--tp", "3"], ("--num-attention-heads 16", "--tp 3", "18 would be")),
+    (["plan", *SMALL, "--tp", "3"], ("--num-attention-heads 16", "--tp 3", "--tp 2 works")),
+    (["plan", *SMALL, "--num-layers", "99999999996"], ("--num-layers: 99999999996 layers", "10000 works")),
+    (["plan", *SMALL, "--global-batch-size", "1000000000"], ("--global-batch-size: ", "100000 works")),
+    (["plan", *SMALL, "--budget", "-3GiB"], ("--budget '-3GiB'", "32GiB")),
     (["plan", *SMALL, "--num-layers", "0"], ("--num-layers 0", "at least 1")),
     (["plan", *SMALL, "--num-layers", "16", "--vpp", "3"], ("--vpp 3", "--num-layers 16", "--vpp 2 works")),
     (["plan", *SMALL, "--vpp", "3"], ("--num-layers 8", "--vpp 3", "--pp 1 works")),

@@ -18,7 +18,7 @@ from megatron_lynx.cli.main import main
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.plan import parse_plan
 from megatron_lynx.presets import load_cluster, load_model
-from megatron_lynx.search.workflow import METHODS, plan_job, timeline_of
+from megatron_lynx.search.workflow import METHODS, method_of, plan_job, timeline_of
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.spec import Batch, Parallel
 from tests.support.run_folder import DEMAND_NS, RUN, STEP_NS, STEPS, WAIT_NS, WORK_NS, write_run
@@ -102,7 +102,7 @@ def test_large_job_makes_a_small_page() -> None:
 
 def test_methods_that_do_not_fit_say_why() -> None:
     methods = methods_of(job(layers=32))
-    assert {method.name.rstrip("-0123456789") for method in methods} == set(METHODS)
+    assert {method_of(method.name) for method in methods} == set(METHODS)
     assert all((method.plan is None) == (method.reason is not None) for method in methods)
     assert any(method.reason and "--budget" in method.reason for method in methods)
 

@@ -13,6 +13,7 @@ import megatron_lynx
 from megatron_lynx.cost import LayerCosts
 from megatron_lynx.errors import ConfigError, InfeasibleError, PlanError
 from megatron_lynx.job import Job, make_job
+from megatron_lynx.layers import kind_of
 from megatron_lynx.layers.local import layer_graph
 from megatron_lynx.plan import Plan, parse_plan, relabel
 from megatron_lynx.presets import load_cluster, load_model
@@ -28,6 +29,7 @@ from megatron_lynx.search.workflow import (
     check_plan,
     compare,
     given_split,
+    method_of,
     plan_job,
     plan_with_costs,
     planner_names,
@@ -65,8 +67,11 @@ ROWS = compare(TIGHT)
 
 def test_every_method_has_a_row() -> None:
     assert set(METHODS) <= set(planner_names())
-    assert [row.method.rstrip("-0123456789") for row in ROWS[: len(METHODS)]] == list(METHODS)
-    assert [row.method for row in ROWS[len(METHODS) :]] == [
+    own = [row for row in ROWS if not row.method.endswith("+ search")]
+    assert list(dict.fromkeys(method_of(row.method) for row in own)) == list(METHODS)
+    sets = [row.method for row in own if method_of(row.method) == "modules"]
+    assert len(sets) == len(set(sets)) == 2 ** len(kind_of(TIGHT.model).recompute_modules) - 2
+    assert [row.method for row in ROWS[len(own) :]] == [
         "checkmate + search",
         "adapipe + search",
         "heu + search",
