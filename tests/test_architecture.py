@@ -19,7 +19,7 @@ PACKAGE = ROOT / "megatron_lynx"
 BASE = {"errors", "units"}
 NOUNS = BASE | {
     *("spec", "hardware", "presets", "graph", "layers", "cost", "estimate", "footprint", "job"),
-    *("schedule", "plan"),
+    *("schedule", "plan", "checkpoint"),
 }
 VERBS = {"planner", "partition", "simulator"}
 ON_RANKS = NOUNS | {"runtime", "profiler", "integration", "search"}
@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "spec": BASE,
     "hardware": BASE,
     "presets": BASE | {"spec", "hardware"},
+    "checkpoint": BASE,
     "graph": BASE,
     "layers": BASE | {"graph", "spec"},
     "schedule": BASE | {"spec"},
@@ -48,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "reproduction": NOUNS | VERBS | {"search"},
     "integration": (ON_RANKS - {"integration"})
     | {
-        *("integration.cpu", "integration.measuring", "partition.layout", "pretrain_gpt"),
+        *("integration.cpu", "integration.measuring", "partition.layout", "partition.moves", "pretrain_gpt"),
     },
     "integration.cpu": BASE,
     "integration.measuring": ON_RANKS | {"integration.cpu"},

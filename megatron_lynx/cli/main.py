@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "what a launch script would start, with stand-ins for launchers",
     ),
     "truth": ("megatron_lynx.cli.truth", "what GPUs measured beside what is predicted"),
+    "doctor": ("megatron_lynx.cli.doctor", "what would go wrong with a job, before it is launched"),
     "run": ("megatron_lynx.cli.run", "an unmodified Megatron script, with --recompute-method lynx"),
     "profile": ("megatron_lynx.cli.profile", "measure layer, ends and links on the ranks that will train"),
     "bench": ("megatron_lynx.cli.bench", "measured: Megatron's own recomputation and lynx, on a real link"),
@@ -37,7 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Command name -> (module, one line of help)."""
 
-PLANNING = frozenset({"plan", "compare", "explain", "simulate", "args"})
+PLANNING = frozenset({"plan", "compare", "explain", "simulate", "args", "doctor"})
 """Commands after which ``-- COMMAND`` is the command line of the job to plan."""
 
 EXIT_USER_ERROR = 2

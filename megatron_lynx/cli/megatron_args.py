@@ -184,7 +184,7 @@ def parse_words(
     Raises:
         ConfigError: a flag has no value, or one that does not work.
     """
-    flags = _flags(words)
+    flags = flags_of(words)
     found = MegatronArgs()
     values = found.values
     dropped = [name for name in flags if name in ignore]
@@ -231,7 +231,7 @@ def _sort(
         found.ignored += (f"--{name}",)
 
 
-def _flags(words: Sequence[str]) -> dict[str, list[str]]:
+def flags_of(words: Sequence[str]) -> dict[str, list[str]]:
     """Flag name -> the words up to the next flag; the last occurrence counts.
 
     Raises:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from megatron_lynx.integration.cpu.backend import cpu_backend_if_requested
 from megatron_lynx.integration.cpu.dataset_helpers import shipped_dataset_helpers
 from megatron_lynx.integration.cpu.norm import sequence_parallel_norm
+from megatron_lynx.integration.cpu.optimizer_state import loadable_optimizer_state
 from megatron_lynx.integration.recorder import recorder_if_requested
 from megatron_lynx.integration.trainer import lynx_trainer
 
@@ -24,6 +25,7 @@ def megatron_run() -> Iterator[None]:
         stack.enter_context(cpu_backend_if_requested())
         stack.enter_context(sequence_parallel_norm())
         stack.enter_context(shipped_dataset_helpers())
+        stack.enter_context(loadable_optimizer_state())
         stack.enter_context(recorder_if_requested())
         stack.enter_context(lynx_trainer())
         yield

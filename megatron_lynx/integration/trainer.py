@@ -29,6 +29,7 @@ from megatron_lynx.integration.arguments import (
 )
 from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.checks import check_layer
+from megatron_lynx.integration.checkpoints import check_checkpoint
 from megatron_lynx.integration.cpu.backend import cpu_backend_active
 from megatron_lynx.integration.describe import batch_of, device_of, model_of, optimizer_of, parallel_of
 from megatron_lynx.integration.install import install
@@ -210,7 +211,9 @@ def argument_targets() -> tuple[Target, ...]:
             check_arguments(args)
             if lynx_requested(args) and args.lynx_partition != "keep":
                 _split(args)
-            return original(args, *more, **kwargs)
+            validated = original(args, *more, **kwargs)
+            check_checkpoint(args)
+            return validated
 
         return validate_args
 

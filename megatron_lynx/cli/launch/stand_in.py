@@ -37,8 +37,9 @@ UNKNOWN = "LYNX_UNKNOWN"
 """What a program that was not run would have printed."""
 
 _KEPT = re.compile(
-    r"(WORLD_SIZE|NNODES|NPROC_PER_NODE|PET_\w+|SLURM_\w+|OMPI_COMM_\w+|PMI_SIZE|NVTE_\w+|NCCL_ALGO|"
-    r"CUDA_DEVICE_MAX_CONNECTIONS|CUDA_VISIBLE_DEVICES|PYTORCH_CUDA_ALLOC_CONF)"
+    r"(WORLD_SIZE|NNODES|NPROC_PER_NODE|PET_\w+|SLURM_\w+|OMPI_COMM_\w+|PMI_SIZE|NVTE_\w+|(TORCH_)?NCCL_\w+|"
+    r"GLOO_\w+|CUDA_DEVICE_MAX_CONNECTIONS|CUDA_VISIBLE_DEVICES|CUDA_LAUNCH_BLOCKING|"
+    r"PYTORCH_CUDA_ALLOC_CONF|OMP_NUM_THREADS|MEGATRON_LYNX_CPU)"
 )
 _DISTRIBUTED = re.compile(r"torch\.distributed\.(run|launch)")
 _TRAINS = re.compile(r"(^|/)(pretrain|train|finetune|run_)[^/]*\.py$")

@@ -1,0 +1,61 @@
+"""What the distributed optimizer lacks without Transformer Engine and Apex: loading a checkpoint.
+
+Megatron then runs on torch's AdamW, whose state exists only after a first step. Before it
+``DistributedOptimizer.state_dict``, which loading calls, finds no ``step`` and fails an assertion; and
+after loading, all parameters would share one ``step`` tensor, which AdamW counts up in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.optimizer import distrib_optimizer
+
+
+def needs_optimizer_state() -> bool:
+    """Whether Megatron runs on torch's AdamW, for want of Transformer Engine and Apex."""
+    return not distrib_optimizer.HAVE_APEX_OR_TE
+
+
+@contextlib.contextmanager
+def loadable_optimizer_state() -> Iterator[None]:
+    """Let the distributed optimizer load checkpoints on torch's AdamW, until the block ends.
+
+    Does nothing where Megatron has the optimizer that it was written for.
+    """
+    if not needs_optimizer_state():
+        yield
+        return
+    cls = distrib_optimizer.DistributedOptimizer
+    state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
+
+    def with_state(self: Any) -> Any:
+        if not self.optimizer.state:
+            _fill(self.optimizer)
+        return state_dict(self)
+
+    def with_own_steps(self: Any, saved: Any) -> Any:
+        result = load_state_dict(self, saved)
+        for one in self.optimizer.state.values():
+            one["step"] = one["step"].clone()
+        return result
+
+    cls.state_dict, cls.load_state_dict = with_state, with_own_steps
+    try:
+        yield
+    finally:
+        cls.state_dict, cls.load_state_dict = state_dict, load_state_dict
+
+
+def _fill(optimizer: torch.optim.Optimizer) -> None:
+    """The state that AdamW would make in its first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0, dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
