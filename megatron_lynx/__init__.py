@@ -7,7 +7,7 @@ so that importing the package costs nothing and changes nothing.
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Batch": "spec",

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_lynx import __version__
 from megatron_lynx.errors import ConfigError, LynxError
@@ -58,10 +58,21 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {message}\n")
 
 
+class _Version(argparse.Action):
+    """Looks for Megatron only when it is asked to."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Print one line and exit."""
+        from megatron_lynx.integration.versions import summary
+
+        print(f"lynx {__version__}; {summary()}")
+        parser.exit()
+
+
 def build_parser(command: str | None = None) -> Parser:
     """The parser of ``lynx``; only the flags of ``command`` are filled in."""
     parser = Parser(prog="lynx", description="Plan activation recomputation for Megatron-Core.")
-    parser.add_argument("--version", action="version", version=f"lynx {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="this version, and Megatron's")
     rows = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, (module, text) in COMMANDS.items():
         row = rows.add_parser(name, help=text, description=text, allow_abbrev=False)
