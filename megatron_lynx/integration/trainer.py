@@ -28,8 +28,8 @@ from megatron_lynx.integration.arguments import (
     with_lynx_arguments,
 )
 from megatron_lynx.integration.binding import transformer_layers
-from megatron_lynx.integration.checks import check_layer
 from megatron_lynx.integration.checkpoints import check_checkpoint
+from megatron_lynx.integration.checks import check_layer
 from megatron_lynx.integration.cpu.backend import cpu_backend_active
 from megatron_lynx.integration.describe import batch_of, device_of, model_of, optimizer_of, parallel_of
 from megatron_lynx.integration.install import install

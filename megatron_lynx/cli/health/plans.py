@@ -64,7 +64,7 @@ class Plans:
             job.batch,
             costs=read_profile(str(profile)),
             memory_bytes=_memory(facts),
-            distributed_optimizer=job.distributed_optimizer,
+            optimizer=job.optimizer,
             layout=job.layout,
             check_split=False,
         )
@@ -123,7 +123,7 @@ def _fits(facts: Facts, job: Job) -> Iterator[Finding]:
             memory_bytes=memory,
             planner="heu",
             layout=job.layout,
-            distributed_optimizer=job.distributed_optimizer,
+            optimizer=job.optimizer,
         )
     except InfeasibleError as error:
         yield fail(f"nothing fits: {error}")

@@ -17,7 +17,7 @@ from megatron.core.optimizer import distrib_optimizer
 
 def needs_optimizer_state() -> bool:
     """Whether Megatron runs on torch's AdamW, for want of Transformer Engine and Apex."""
-    return not distrib_optimizer.HAVE_APEX_OR_TE
+    return not getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
 
 
 @contextlib.contextmanager
