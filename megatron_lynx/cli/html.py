@@ -34,11 +34,16 @@ MOVABLE = ("checkmate", "adapipe", "heu", "opt")
 _PARTS = files("megatron_lynx.cli") / "assets"
 
 
-def page(data: Json) -> str:
-    """The page's text."""
-    text = (_PARTS / "page.html").read_text("utf-8")
-    style = (_PARTS / "page.css").read_text("utf-8")
-    script = "\n".join((_PARTS / name).read_text("utf-8") for name in SCRIPTS)
+def page(
+    data: Json,
+    body: str = "page.html",
+    styles: Sequence[str] = ("page.css",),
+    scripts: Sequence[str] = SCRIPTS,
+) -> str:
+    """The text of a page: ``body`` with styles, scripts and data put in."""
+    text = (_PARTS / body).read_text("utf-8")
+    style = "\n".join((_PARTS / name).read_text("utf-8") for name in styles)
+    script = "\n".join((_PARTS / name).read_text("utf-8") for name in scripts)
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"title": escape(data["title"]), "style": style, "script": script, "data": embedded}
     for name, part in parts.items():
@@ -52,10 +57,19 @@ def write_page(data: Json, path: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
+    write_text(page(data), path, "--html", "lynx.html")
+
+
+def write_text(text: str, path: str, flag: str, works: str) -> None:
+    """Write what ``flag`` asks for.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
-        Path(path).write_text(page(data), "utf-8")
+        Path(path).write_text(text, "utf-8")
     except OSError as error:
-        raise ConfigError(f"--html {path!r} cannot be written ({error}); --html lynx.html works") from error
+        raise ConfigError(f"{flag} {path!r} cannot be written ({error}); {flag} {works} works") from error
 
 
 def plan_page(job: Job, name: str, plan: Plan, time_limit_s: float = TIME_LIMIT_S) -> Json:

@@ -138,18 +138,13 @@ def choices_from(args: argparse.Namespace, *, check_split: bool = True) -> Choic
     Raises:
         ConfigError: names the flag, its value and a value that works.
     """
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    script = _script(given)
-    run = _read_run(given["run"]) if "run" in given else {}
-    values: dict[str, Any] = {**DEFAULTS, **run, **(script.values if script else {}), **given}
+    given = _given(args)
+    values, model, script, chosen = _sources(given)
     if values["planner"] not in planner_names():
         raise ConfigError(f"--planner {values['planner']!r} is unknown; {', '.join(planner_names())} works")
     if values["partition"] not in PARTITIONS:
         raise ConfigError(f"--partition {values['partition']!r} is unknown; {', '.join(PARTITIONS)} works")
-    chosen = {**run, **given}
     cluster = load_cluster(values["cluster"])
-    for_device(values, cluster.device.name)
-    model = _model(values, standalone=script is not None and "model" not in chosen)
     notes = derive(values, model.num_layers, script, chosen)
     job = _job(values, model, cluster, check_split=check_split and values["partition"] == "keep")
     notes += script.all_notes() if script else []
@@ -161,6 +156,35 @@ def choices_from(args: argparse.Namespace, *, check_split: bool = True) -> Choic
         time_limit_s=parse_ns(limit, "--time-limit") / 1e9 if limit else TIME_LIMIT_S,
         notes=tuple(notes),
     )
+
+
+def values_from(
+    args: argparse.Namespace,
+) -> tuple[dict[str, Any], Model, MegatronArgs | None, list[str]]:
+    """What all sources say, the model, the launch if there is one, and notes; sizes stay as they are given.
+
+    Raises:
+        ConfigError: names the flag, its value and a value that works.
+    """
+    values, model, script, _ = _sources(_given(args))
+    return values, model, script, script.all_notes() if script else []
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if value is not None}
+
+
+def _sources(
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Any], Model, MegatronArgs | None, dict[str, Any]]:
+    """Values of all sources, the model, the launch, and the values that were chosen beside it."""
+    script = _script(given)
+    run = _read_run(given["run"]) if "run" in given else {}
+    values: dict[str, Any] = {**DEFAULTS, **run, **(script.values if script else {}), **given}
+    chosen = {**run, **given}
+    for_device(values, load_cluster(values["cluster"]).device.name)
+    model = _model(values, standalone=script is not None and "model" not in chosen)
+    return values, model, script, chosen
 
 
 def _script(given: Mapping[str, Any]) -> MegatronArgs | None:

@@ -21,6 +21,7 @@ from megatron_lynx.errors import ConfigError, LynxError
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("megatron_lynx.cli.plan", "plan a job: what to keep, what to rebuild and where"),
     "compare": ("megatron_lynx.cli.compare", "all methods side by side: time, memory, speedup"),
+    "tune": ("megatron_lynx.cli.tune", "the best job for these devices, with lynx and without"),
     "explain": ("megatron_lynx.cli.explain", "what a plan drops, where it rebuilds it, where memory goes"),
     "simulate": ("megatron_lynx.cli.simulate", "run a plan's timeline; write a trace for Perfetto"),
     "report": ("megatron_lynx.cli.measured", "what a run did: planned beside measured"),
@@ -38,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Command name -> (module, one line of help)."""
 
-PLANNING = frozenset({"plan", "compare", "explain", "simulate", "args", "doctor"})
+PLANNING = frozenset({"plan", "compare", "tune", "explain", "simulate", "args", "doctor"})
 """Commands after which ``-- COMMAND`` is the command line of the job to plan."""
 
 EXIT_USER_ERROR = 2

@@ -29,6 +29,7 @@ def searched(bench: Bench, planner: str, partition: str) -> Split:
         period=lambda stage: bench.times(stage).period_ns,
         whole=lambda split: bench.best(split.layers, quick, rounds=1),
         floor=lambda split: bench.floor(split.layers),
+        hurry=bench.late,
     )
     if partition == "greedy":
         return greedy(start, evaluations).partition.layers

@@ -6,6 +6,7 @@ without recomputation) and its budget (the device's memory less what is static).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -87,8 +88,12 @@ class Bench:
     bounds the solving of a whole split by ``opt``; ``options`` that of one stage.
     """
 
-    def __init__(self, job: Job, options: SolveOptions, time_limit_s: float) -> None:
-        self.job, self.options, self.time_limit_s = job, options, time_limit_s
+    def __init__(
+        self, job: Job, options: SolveOptions, time_limit_s: float, deadline: float | None = None
+    ) -> None:
+        self.job, self.options, self.time_limit_s, self.deadline = job, options, time_limit_s, deadline
+        self._searching_s = 0.0 if deadline is None else self.left_s()
+        self._scores: dict[tuple[int, ...], int] = {}
         self._plans: dict[Key, PlannedStage | InfeasibleError] = {}
         self._times: dict[int, tuple[PlannedStage, SimStage]] = {}
         self._free: dict[tuple[int, tuple[int, ...]], SimStage] = {}
@@ -166,13 +171,13 @@ class Bench:
         if planner not in OVERLAPPING:
             return self.whole(split, planner)
         pools, started = self._pools(), time.monotonic()
+        limit = min(self.time_limit_s, self.left_s()) / 3
         errors = self._settle(pools, split, "heu" if planner == "opt" else planner, rounds)
         if planner != "opt":
             return self._finish(pools, errors) if rounds > 1 else self._pick(pools, errors)
         quick = [self._finish(pools)] if all(pools) else []
         self._offer(pools, split, "checkmate", [0] * len(pools))
         stalls = self._made_for(pools) or self.free_stalls(split)
-        limit = self.time_limit_s / 3
         errors = self._offer(pools, split, "opt", stalls, deadline=started + limit)
         if not errors:
             again = self.stalls(self._pick(pools))
@@ -181,6 +186,14 @@ class Bench:
         if best is not None and self.options.soft:
             self._offer(pools, split, "opt", best, soft=True, deadline=started + 3 * limit)
         return self._finish(pools, self._without_inputs(pools, split, errors), *quick)
+
+    def left_s(self) -> float:
+        """Time until the deadline, without end if there is none."""
+        return math.inf if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def late(self) -> bool:
+        """Whether searches should end with what they have: half of the time is for what follows them."""
+        return self.left_s() < self._searching_s / 2
 
     def _without_inputs(
         self, pools: Pools, split: Split, errors: Sequence[InfeasibleError]
@@ -346,8 +359,11 @@ class Bench:
 
     def score(self, stages: Sequence[PlannedStage]) -> int:
         """Simulated time of a step, without the optimizer."""
-        job = self.job
-        return iteration_ns([self.times(s) for s in stages], job.parallel, job.microbatches, job.costs.p2p_ns)
+        job, tables = self.job, [self.times(stage) for stage in stages]
+        key = tuple(map(id, tables))  # of tables that are kept in _times
+        if key not in self._scores:
+            self._scores[key] = iteration_ns(tables, job.parallel, job.microbatches, job.costs.p2p_ns)
+        return self._scores[key]
 
     def iteration(self, stages: Sequence[PlannedStage]) -> int:
         """Simulated time of a step with the optimizer of the rank with most parameters."""

@@ -29,7 +29,8 @@ from megatron_lynx.search.rows import Row, StageRow
 from megatron_lynx.search.splits import given_split, searched
 from megatron_lynx.search.stages import Bench, Split
 from megatron_lynx.search.throughput import mfu, tflops_per_gpu
-from megatron_lynx.simulator.engine import SimJob, simulate
+from megatron_lynx.simulator.engine import SimJob, iteration_ns, sim_stage, simulate
+from megatron_lynx.simulator.ledger import GraphIndex
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.spec import Batch, Model, Optimizer, Parallel, job_facts
 
@@ -215,18 +216,20 @@ def plan_job(
     options: SolveOptions = OPTIONS,
     *,
     time_limit_s: float = TIME_LIMIT_S,
+    deadline: float | None = None,
 ) -> Planned:
     """Plan a job with one planner.
 
     ``partition`` is ``keep`` (the job's layout, or an even split), ``greedy`` (the paper's) or
     ``search``, which is never worse than ``keep``. ``opt`` is never worse than ``checkmate`` or
-    ``heu`` with the same partition. ``time_limit_s`` bounds solving by ``opt``.
+    ``heu`` with the same partition. ``time_limit_s`` bounds solving by ``opt`` for one split; at the
+    ``deadline`` (``time.monotonic``) searches end with what they have.
 
     Raises:
         ConfigError: no planner or partition of that name, or a layout that is not this job's.
         InfeasibleError: no plan fits; names the stage and the smallest ``--budget`` that would.
     """
-    return _plan(Bench(job, options, time_limit_s), planner, partition)
+    return _plan(Bench(job, options, time_limit_s, deadline), planner, partition)
 
 
 def _plan(bench: Bench, planner: str, partition: str) -> Planned:
@@ -268,6 +271,19 @@ def timeline_of(job: Job, plan: Plan) -> Timeline:
             embedding_bytes=embedding_bytes(job.model, job.parallel, job.batch),
         )
     )
+
+
+def score_plan(job: Job, plan: Plan) -> int:
+    """Time of a step of the job under a plan, with the optimizer, without its timeline.
+
+    Raises:
+        PlanError: the plan was made for another job.
+    """
+    check_plan(job, plan)
+    index = GraphIndex(graph_of(job, plan))
+    tables = [sim_stage(stage, index, job.costs, job.parallel, job.microbatches) for stage in plan.stages]
+    most = max(job.footprint(stage.stage, len(stage.layers)).parameters for stage in plan.stages)
+    return iteration_ns(tables, job.parallel, job.microbatches, job.costs.p2p_ns) + job.step_ns(most)
 
 
 def graph_of(job: Job, plan: Plan) -> LayerGraph:
