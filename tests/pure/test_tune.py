@@ -11,6 +11,7 @@ import pytest
 from megatron_lynx.cli.docs import SETTINGS, Setting, job_of
 from megatron_lynx.cli.main import main
 from megatron_lynx.errors import ConfigError, InfeasibleError
+from megatron_lynx.plan import parse_plan
 from megatron_lynx.presets import load_cluster
 from megatron_lynx.search.extend import Costs
 from megatron_lynx.search.floors import may_fit, step_floor_ns
@@ -231,7 +232,7 @@ def test_the_command_prints_tables_a_page_a_plan_and_a_launch(
     assert "both tuned: " in out
     assert "contention 20 % higher" in out
     assert out.splitlines()[-2].startswith("torchrun --nproc-per-node 2 -m megatron_lynx.pretrain_gpt")
-    assert plan.read_text("utf-8").startswith("lynx-plan 1 ")
+    assert len(parse_plan(plan.read_text("utf-8")).stages) == 1
     assert '"points":[' in page.read_text("utf-8")
 
 
