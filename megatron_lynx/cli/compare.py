@@ -48,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
     show(out, compare_table(job, rows, out.width) + "\n")
     for line in verdict(job, rows):
         show(out, line)
+    if choices.refused:
+        flags = " ".join(choices.refused)
+        show(out, f"Training with lynx refuses {flags}; its rows show what it would gain without.")
     if args.html:
         out.print(f"page written to {args.html}", markup=False)
     return 0

@@ -48,7 +48,7 @@ measured. Sequence 2048, flash attention, 4 microbatches for every stage, no seq
 `opt` may think for 40 s about one split, so its last digits depend on the machine that wrote this.
 
 - *over Megatron*: speedup over the best of Megatron's own options that fits (no recomputation,
-  selective, full with the best `uniform` or `block` number).
+  selective with any set of `--recompute-modules`, full with the best `uniform` or `block` number).
 - *over checkmate*: speedup over the optimum **without** overlap, which moves layers between stages
   where the method does. This, not the former, is what rebuilding inside windows and stalls is worth.
 - *opt* and *heu* are lynx's planners on Megatron's even split; *+ search* moves layers too. *opt*

@@ -122,7 +122,8 @@ class Choices:
     """A job and how to plan it, as the flags say.
 
     ``job`` is checked; ``planner`` and ``partition`` are names; ``time_limit_s`` is for ``opt``;
-    ``notes`` are lines for people: flags that were ignored, values that were assumed.
+    ``notes`` are lines for people: flags that were ignored, values that were assumed. ``refused`` are flags
+    of the launch that are not planned, and that ``--ignore`` left out.
     """
 
     job: Job
@@ -130,6 +131,7 @@ class Choices:
     partition: str
     time_limit_s: float
     notes: tuple[str, ...]
+    refused: tuple[str, ...] = ()
 
 
 def choices_from(args: argparse.Namespace, *, check_split: bool = True) -> Choices:
@@ -155,6 +157,7 @@ def choices_from(args: argparse.Namespace, *, check_split: bool = True) -> Choic
         partition=values["partition"],
         time_limit_s=parse_ns(limit, "--time-limit") / 1e9 if limit else TIME_LIMIT_S,
         notes=tuple(notes),
+        refused=script.left_out if script else (),
     )
 
 

@@ -103,7 +103,8 @@ class MegatronArgs:
     ``values`` are fields of the job by name. ``world_size`` is None where nothing says how many ranks
     start, and ``world_reason`` says why. ``refused`` are reasons why the job is not planned, ``unmodelled``
     flags that change what the figures leave out, ``unknown`` flags that the tested Megatron does not have,
-    ``ignored`` flags that change no plan; ``notes`` what was assumed.
+    ``ignored`` flags that change no plan, ``left_out`` those that would be refused but for ``--ignore``;
+    ``notes`` what was assumed.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -114,6 +115,7 @@ class MegatronArgs:
     unmodelled: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -190,6 +192,7 @@ def parse_words(
     dropped = [name for name in flags if name in ignore]
     for name in dropped:
         del flags[name]
+    found.left_out = tuple(f"--{name}" for name in dropped if name in megatron_flags.REFUSED)
     for name, given in flags.items():
         if name in _INT:
             values[_INT[name]] = _one(name, given, int, "24", unset)

@@ -17,7 +17,8 @@ from megatron_lynx.cli.report import (
     stage_table,
     summary,
 )
-from megatron_lynx.errors import ConfigError
+from megatron_lynx.errors import ConfigError, InfeasibleError
+from megatron_lynx.search.advice import advice
 from megatron_lynx.search.rows import compare_json
 from megatron_lynx.search.workflow import Planned, plan_job
 
@@ -35,7 +36,11 @@ def run(args: argparse.Namespace) -> int:
     job = choices.job
     print_notes(choices.notes)
     with progress(f"planning with {choices.planner}"):
-        planned = plan_job(job, choices.planner, choices.partition, time_limit_s=choices.time_limit_s)
+        try:
+            planned = plan_job(job, choices.planner, choices.partition, time_limit_s=choices.time_limit_s)
+        except InfeasibleError as error:
+            error.args = (f"{error}; {advice(job)}",)
+            raise
     row = planned.row()
     if args.output:
         write_plan(planned, args.output)

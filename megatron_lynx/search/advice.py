@@ -58,6 +58,18 @@ def best_change(job: Job) -> Change | None:
     return min(enough or found, key=lambda change: (change.gpus_factor, change.needed_bytes), default=None)
 
 
+def advice(job: Job) -> str:
+    """What to do when a planner does not fit: another planner, or the change that would help most."""
+    if max(_needed(job)) <= job.memory_bytes:
+        return "full recomputation fits: --planner opt finds a better plan that does"
+    change = best_change(job)
+    if change is None:
+        return "not even full recomputation fits"
+    enough = "fits" if change.needed_bytes <= job.memory_bytes else "still needs more"
+    devices = ", with twice the GPUs" if change.gpus_factor > 1 else ""
+    return f"{change.flag} would help most{devices}: with it full recomputation {enough}"
+
+
 def _needed(job: Job) -> list[int]:
     """The least memory of each stage with full recomputation."""
     split, pp = given_split(job), job.parallel.pp

@@ -16,8 +16,10 @@ from megatron_lynx.job import Job, make_job
 from megatron_lynx.layers import kind_of
 from megatron_lynx.layers.local import layer_graph
 from megatron_lynx.plan import Plan, parse_plan, relabel
+from megatron_lynx.planner.baselines import module_sets, modules_of
 from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.schedule import Turn
+from megatron_lynx.search.advice import advice, best_change, breakdown
 from megatron_lynx.search.rows import Row
 from megatron_lynx.search.stages import Bench, stage_problem
 from megatron_lynx.search.workflow import (
@@ -270,7 +272,7 @@ def plan_needed(planner: str) -> int:
 def test_more_memory_than_a_device_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--budget 200.00 GiB is more .* --budget 36.4GiB works"):
         job(memory=200 * GIB)
-    with pytest.raises(InfeasibleError, match="a larger --tp or --pp helps"):
+    with pytest.raises(InfeasibleError, match=r"but a device of .* has less"):
         plan_job(job("gpt-20b", layers=44, tp=1, pp=4, micro=1), "heu")
 
 
@@ -346,3 +348,42 @@ def test_the_public_names() -> None:
     assert one.graph == layer_graph(model, sizes, batch)
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         _ = megatron_lynx.nothing_of_that_name
+
+
+def test_every_combination_of_modules_costs_what_megatron_runs_again() -> None:
+    """Each set of modules is a plan that verify and the simulator accept; it costs its regions' work."""
+    one = job(memory=30 * GIB)
+    kind = kind_of(one.model)
+    plain = plan_job(one, "none")
+    for name in module_sets(kind.recompute_modules):
+        planned = plan_job(one, name)
+        regions = [region for module in modules_of(name) for region in kind.recompute_modules[module]]
+        for stage in planned.stages:
+            problem = stage_problem(one, stage.plan.stage, stage.plan.chunks)
+            again = sum(problem.demand_ns(region) for region in regions)
+            assert stage.report.exposed_ns == len(stage.plan.layers) * again
+        assert planned.plan.planner == name
+        assert timeline_of(one, planned.plan).makespan_ns == planned.simulated_ns
+        assert planned.iteration_ns > plain.iteration_ns
+        for small, large in zip(planned.stages, plain.stages, strict=True):
+            assert small.report.kept_bytes < large.report.kept_bytes
+    best = plan_job(one, "modules")
+    assert best.iteration_ns == min(
+        plan_job(one, n).iteration_ns for n in module_sets(kind.recompute_modules)
+    )
+
+
+def test_an_unknown_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match="modules-moe needs a layer with moe; its modules: core_attn, mlp"):
+        plan_job(job(memory=30 * GIB), "modules-moe")
+
+
+def test_advice_names_a_change_that_helps() -> None:
+    """The change is made, and needs what it is said to need."""
+    small = job(memory=3 * GIB)
+    change = best_change(small)
+    assert change is not None
+    assert change.needed_bytes < breakdown(small).needed_bytes
+    found = breakdown(small)
+    assert sum(size for _, size in found.owners) == found.needed_bytes
+    assert "--planner opt" in advice(job(memory=30 * GIB))

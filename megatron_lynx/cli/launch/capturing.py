@@ -38,7 +38,10 @@ QUIET = (
 )
 """Programs that a restricted capture passes over as if they had succeeded."""
 
-TIME_LIMIT_S = 60
+SH = "/bin/sh"
+"""What runs a stand-in: not bash, which would read the guard each time."""
+
+TIME_LIMIT_S = 240
 """What a restricted capture may take."""
 
 
@@ -129,7 +132,7 @@ def capture(
         words = _shebang(_job(command, own), bash)
         if restricted:
             python = sys.executable
-            programs = [bash, python, *filter(None, map(shutil.which, HARMLESS)), str(folder)]
+            programs = [bash, SH, python, *filter(None, map(shutil.which, HARMLESS)), str(folder)]
             words = [python, "-ISs", restrict.__file__, str(folder), ":".join(programs), *words]
         code, last = _run(words, own, folder, restricted)
         if restricted and code == restrict.NO_LANDLOCK and not (folder / "launches").exists():
@@ -144,22 +147,17 @@ def _fill(folder: Path, restricted: bool) -> None:
     """The stand-ins, as small shell scripts in ``folder/bin``, and links to what may run."""
     own = folder / "bin"
     own.mkdir()
-    bash = shutil.which("bash") or "/bin/sh"
-    names = [*stand_in.STAND_INS, ".plain", ".unknown"]
+    interpreter = shlex.join([sys.executable, "-ISs", stand_in.__file__])
+    texts = {name: f'exec {interpreter} {name} "$@"' for name in (*stand_in.STAND_INS, ".plain", ".unknown")}
     if restricted:
         for program in HARMLESS:
             found = shutil.which(program)
             if found:
                 (own / program).symlink_to(found)
-        names += QUIET
-    for name in names:
-        acted = f".quiet {name}" if name in QUIET else name
-        interpreter = shlex.join([sys.executable, "-ISs", stand_in.__file__])
-        if name == "tee":
-            text = "exec cat"
-        else:
-            text = f'exec {interpreter} {acted} "$@"'
-        (own / name).write_text(f"#!{bash}\n{text}\n", "utf-8")
+        noted = "printf '%s\\n' '[\"{name}\"]' >>\"$LYNX_CAPTURE/skipped\""
+        texts |= {name: noted.replace("{name}", name) for name in QUIET} | {"tee": "exec cat"}
+    for name, text in texts.items():
+        (own / name).write_text(f"#!{SH}\n{text}\n", "utf-8")
         (own / name).chmod(0o755)
 
 

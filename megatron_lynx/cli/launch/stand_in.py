@@ -3,7 +3,7 @@
 ``stand_in.py NAME ARGUMENTS`` starts nothing. It records what NAME was asked to start as one line of
 JSON, and follows wrappers (``srun``, ``docker run``, ``bash -c``) to the command inside, so that each
 record knows what it stands in. Names in ``RECORDED`` are recorded, ``WRAPPERS`` followed, ``PREFIXES``
-left out; ``.unknown`` and ``.quiet`` are what a restricted capture uses for everything else.
+left out; ``.unknown`` is what a restricted capture uses for everything else.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ def main(argv: Sequence[str]) -> int:
     if name == ".plain":
         sys.stdout.write(without_writes(words[0]))
         return 0
-    if name in (".unknown", ".quiet"):
+    if name == ".unknown":
         return recorder.skipped(words)
     if name in RECORDED:
         return recorder.record(argv)
