@@ -7,6 +7,7 @@ defaults are those of Megatron's ``training/arguments.py``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,9 @@ _READ = frozenset(
 
 PLANNED = frozenset({*_INT, *_FLOAT, *_TEXT, *_SWITCH, *_READ})
 """Every flag that becomes a field of the job, or is one of the methods that are compared."""
+
+_OTHERS = re.compile(r"bert|t5|_vi(t|sion)|dino|_ict|retro|vlm|mimo|multimodal|mamba|hybrid|biencoder")
+"""Training scripts of models that are no GPTs."""
 
 _ROTARY = frozenset({"rope", "mrope", "yarn"})
 _POSITIONS = frozenset({"learned_absolute", *_ROTARY})
@@ -170,6 +174,11 @@ def parse_source(source: Source, ignore: Collection[str] = ()) -> MegatronArgs:
     launcher, words = split(source.launch.argv)
     found = parse_words(words, source.unset, ignore)
     found.notes = (*source.notes, *found.notes)
+    program = launcher[-1].rsplit("/", 1)[-1] if launcher else ""
+    if _OTHERS.search(program) and program not in ignore:
+        found.refused += (
+            f"{program}: trains another kind of model; --ignore {program} plans a GPT of that shape",
+        )
     found.world_size, found.world_reason = world_size(source.launch)
     if not launcher:
         found.world_reason = "a list of arguments does not say how many ranks start"

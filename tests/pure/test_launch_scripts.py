@@ -102,6 +102,16 @@ CONSTRUCTS: dict[str, tuple[str, dict[str, Any]]] = {
         "set -u\ncat > /none/config.json <<EOT\n{ \"a\": 1 } --num-layers 99 > b\nEOT\n" + TRAIN + "\n",
         {"num_layers": 24},
     ),
+    "sbatch of a heredoc": (
+        "sbatch --nodes=2 <<EOF\n#!/bin/bash\n#SBATCH --ntasks-per-node=8\n"
+        f"srun python pretrain_gpt.py {MODEL} {BATCH}\nEOF\n",
+        {"world_size": 16},
+    ),
+    "sbatch --wrap": (
+        f"sbatch -N 2 --ntasks-per-node=4 --wrap='srun python p.py {MODEL} {BATCH}'\n",
+        {"world_size": 8},
+    ),
+    "uv run": (f"uv run --no-sync {TRAIN}\n", {"world_size": 16}),
     "mpirun": (f"mpirun -np 8 -x PATH python pretrain_gpt.py {MODEL} {BATCH}\n", {"world_size": 8}),
     "docker": (f"docker run --gpus all -v /a:/b image:tag bash -c '{TRAIN}'\n", {"world_size": 16}),
 }  # fmt: skip
@@ -238,6 +248,13 @@ def test_sequence_parallelism_is_cleared_without_tensor_parallelism(capsys: Capt
     assert code == 0, err
     assert json.loads(out)["parallel"]["sequence_parallel"] is False
     assert "--sequence-parallel is cleared, as Megatron does" in err
+
+
+def test_a_script_of_another_model_is_no_gpt(tmp_path: Path) -> None:
+    text = TRAIN.replace("pretrain_gpt.py", "tools/pretrain_bert.py")
+    with pytest.raises(ConfigError, match=r"pretrain_bert\.py: trains another kind of model"):
+        read(tmp_path, text).check()
+    assert read(tmp_path, text, ignore=["pretrain_bert.py"]).refused == ()
 
 
 # The command `lynx capture`

@@ -28,7 +28,10 @@ WRAPPERS = (
     "ray",
     "nsys",
 )
-PREFIXES = ("numactl", "taskset", "nohup", "nice", "ionice", "stdbuf", "setsid", "timeout", "time", "ssh")
+PREFIXES = (
+    *("numactl", "taskset", "nohup", "nice", "ionice", "stdbuf", "setsid", "timeout", "time", "ssh"),
+    *("uv", "conda", "micromamba", "poetry", "pixi"),
+)
 PYTHONS = ("python", "python3", "python2")
 SHELLS = ("sh", "dash", "zsh")
 STAND_INS = (*RECORDED, *WRAPPERS, *PREFIXES, *PYTHONS, *SHELLS, "sbatch", "scontrol")
@@ -276,13 +279,23 @@ class Recorder:
         """``sbatch SCRIPT``: run the script in the environment of its job."""
         at = next((i for i, word in enumerate(words) if os.path.isfile(word)), None)
         if at is None:
-            wrapped = next((w.partition("=")[2] for w in words if w.startswith("--wrap=")), None)
-            return self.run(["bash", "-c", wrapped]) if wrapped else self.skipped(["sbatch", *words])
+            return self.batch(words)
         with open(words[at], encoding="utf-8", errors="replace") as file:
             options = {**slurm_options(sbatch_lines(file.read())), **slurm_options(words[:at])}
         os.environ.update({**JOB, **slurm_environment(options), "SLURM_SUBMIT_DIR": os.getcwd()})
         self.within.append(["sbatch", *words[:at]])
         return self.run(["bash", *words[at:]])
+
+    def batch(self, words: Sequence[str]) -> int:
+        """``sbatch`` of a command (``--wrap``), or of a script on standard input."""
+        wrapped = next((w.partition("=")[2] for w in words if w.startswith("--wrap=")), None)
+        text = f"{wrapped}\n" if wrapped else sys.stdin.read()
+        if not text.strip():
+            return self.skipped(["sbatch", *words])
+        path = os.path.join(self.folder, f"batch.{os.getpid()}.sh")
+        with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+        return self.sbatch([*words, path])
 
     def python(self, name: str, words: Sequence[str]) -> int:
         """Record what trains; everything else runs, unless the capture is restricted."""
