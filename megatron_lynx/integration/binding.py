@@ -18,6 +18,7 @@ from megatron_lynx.layers import KINDS
 from megatron_lynx.layers.kind import Glue, Inner, LayerKind, Operation, Submodule
 from megatron_lynx.runtime.executor import Executor
 from megatron_lynx.runtime.glue import GlueSite
+from megatron_lynx.runtime.quiet import QuietCall
 
 Undo = Callable[[], None]
 
@@ -97,11 +98,14 @@ def bind(chunks: Sequence[Any], executor: Executor) -> Undo:
         if not executor.watches(index):
             continue
         program = executor.programs[index]
+        again = [p for p in kind.parts if p.name in program.steps and program.steps[p.name].again]
         executor.sites[index] = {
-            part.name: _site(layer, part, kind, executor)
-            for part in kind.parts
-            if isinstance(part, Glue) and part.name in program.steps and program.steps[part.name].again
+            p.name: _site(layer, p, kind, executor) for p in again if isinstance(p, Glue)
         }
+        for part in again:
+            if isinstance(part, Submodule) and (inside := list(layer.get_submodule(part.path).modules())[1:]):
+                forward = layer.get_submodule(part.path).forward
+                executor.sites[index][part.name] = QuietCall(forward, inside)
         wanted = {n for n in kind.names if n in program.steps or executor.hears(n)}
         undos += wrap_layer(layer, kind, executor, wanted | program.parents)
     return _all(undos)

@@ -19,6 +19,7 @@ from megatron_lynx.runtime.census import Census
 from megatron_lynx.runtime.clock import HostClock
 from megatron_lynx.runtime.glue import GlueSite
 from megatron_lynx.runtime.program import LayerProgram
+from megatron_lynx.runtime.quiet import QuietCall
 from megatron_lynx.runtime.record import StepRecord
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.tape import Known, LayerTape
@@ -69,7 +70,7 @@ class Executor:
     ) -> None:
         self.plan = plan
         self.programs = programs
-        self.sites: dict[int, dict[str, GlueSite]] = {}
+        self.sites: dict[int, dict[str, GlueSite | QuietCall]] = {}
         self.rng = rng
         self.device = device
         self.group = group

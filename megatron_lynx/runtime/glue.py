@@ -14,6 +14,7 @@ import torch
 
 from megatron_lynx.errors import TapeError
 from megatron_lynx.layers.kind import Glue
+from megatron_lynx.runtime.quiet import without_hooks
 
 
 class Meeting(Protocol):
@@ -67,6 +68,8 @@ class GlueSite:
         self._forward = forward
         self._names = vars(parent)
         self._quietly = quietly
+        stood_for = {id(module) for _, module in submodules.values()}
+        self._inside = [m for m in parent.modules() if m is not parent and id(m) not in stood_for]
         self.asked = tuple(name for name in submodules if name != glue.before)
         self._answers = {
             attribute: _Answer(name, glue, module, host) for name, (attribute, module) in submodules.items()
@@ -81,7 +84,7 @@ class GlueSite:
         before = {name: self._names[name] for name in self._answers if name in self._names}
         self._names.update(self._answers)
         try:
-            with self._quietly():
+            with self._quietly(), without_hooks(self._inside):
                 self._forward(*args, **kwargs)
         finally:
             for name in self._answers:

@@ -33,7 +33,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lynx.graph import INPUT
-from megatron_lynx.runtime.glue import GlueSite
 from megatron_lynx.runtime.program import LayerProgram, Step
 from megatron_lynx.runtime.region import (
     Host,
@@ -58,15 +57,17 @@ class LayerTape:
     """One layer, one microbatch in flight.
 
     ``runs`` finds what can run again by its label; ``region`` is the part that runs now, in the forward
-    pass. A ``Census`` sets ``kept``, which is told of every tensor that stays, and ``kept_bytes``.
+    pass. ``sites`` has, by name, how parts run again that do not by a call of their own code alone
+    (``GlueSite``, ``QuietCall``). A ``Census`` sets ``kept``, which is told of every tensor that stays, and
+    ``kept_bytes``.
     """
 
     __slots__ = (
-        "__weakref__", "_glue", "_kept", "_known", "_outside", "_parents", "_results", "_run", "_sites",
-        "host", "kept", "kept_bytes", "program", "region", "runs",
-    )  # fmt: skip
+        *("__weakref__", "_glue", "_kept", "_known", "_outside", "_parents", "_results", "_run", "_sites"),
+        *("host", "kept", "kept_bytes", "program", "region", "runs"),
+    )
 
-    def __init__(self, program: LayerProgram, sites: Mapping[str, GlueSite], host: Host) -> None:
+    def __init__(self, program: LayerProgram, sites: Mapping[str, Any], host: Host) -> None:
         self.program = program
         self.host = host
         self.runs: dict[str, ref[RegionRun]] = {}
@@ -168,7 +169,8 @@ class LayerTape:
 
     def _new_run(self, step: Step, call: Callable[..., Any], args: Any, kwargs: Any) -> RegionRun:
         """What it takes to run the part again (Rule 2, Rule 5)."""
-        run = RegionRun(step, self.layer, self.program.windows, call, self.host)
+        again = self._sites.get(step.name, call)
+        run = RegionRun(step, self.layer, self.program.windows, again, self.host)
         self.runs[step.name] = ref(run)
         if step.label != step.name:
             self.runs[step.label] = self.runs[step.name]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
+from megatron.core.utils import configure_nvtx_profiling, get_model_config
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lynx.graph import LayerGraph
@@ -22,11 +22,18 @@ from megatron_lynx.integration.session import Session
 from megatron_lynx.layers import KINDS
 from megatron_lynx.plan import LayerPlan, StagePlan, parse_choice
 from megatron_lynx.runtime.record import StepRecord
-from megatron_lynx.runtime.region import RegionRun, Replay
+from megatron_lynx.runtime.region import RegionRun, Replay, flatten
 from megatron_lynx.runtime.storage import SavedTensor, TapeStorage
 from megatron_lynx.runtime.tape import LayerTape
 from megatron_lynx.spec import Batch, Model, Parallel
-from tests.support.small_gpt import LAYERS, MICRO_BATCH, SEQUENCE, VOCABULARY, train_small_gpt
+from tests.support.small_gpt import (
+    LAYERS,
+    MICRO_BATCH,
+    SEQUENCE,
+    VOCABULARY,
+    standing_in_for_apex,
+    train_small_gpt,
+)
 
 DROPPABLE = (
     "input_layernorm",
@@ -160,10 +167,13 @@ def train_with_plan(
     steps: int,
     watch: Watch | None = None,
     count_kept: bool = False,
+    graph: LayerGraph | None = None,
+    before: Callable[[list[Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Train under a plan; the result has ``records`` too, one StepRecord a step, and the layers' ``graph``.
 
-    ``watch`` is a context around the training that sees the session.
+    ``watch`` is a context around the training that sees the session; ``before`` is called with the model
+    before the plan is bound.
     """
     records: list[StepRecord] = []
     graphs: list[LayerGraph] = []
@@ -176,7 +186,9 @@ def train_with_plan(
         )
         stage = stage_plan(plan, parallel_state.get_pipeline_model_parallel_rank(), owned, parallel)
         with install() as hooks:
-            graphs.append(described_graph(model, chunks))
+            graphs.append(graph or described_graph(model, chunks))
+            if before is not None:
+                before(chunks)
             session = Session(hooks, stage, parallel, chunks, graphs[0], count_kept=count_kept)
             session.on_step = records.append
             with watch(session) if watch else contextlib.nullcontext():
@@ -221,6 +233,44 @@ def compare(rank: int, world_size: int, cases: list[Case]) -> list[Outcome]:
             left = sum(record.left_bytes for record in lynx["records"])
             name = f"{case.model} {plan}"
             found.append(Outcome(name, differences(stock, lynx), left, dict(rebuilt)))
+    return found
+
+
+def compare_with_fusion(rank: int, world_size: int, cases: list[Case]) -> list[Outcome]:
+    """``compare`` where linears add to the main gradients by themselves."""
+    with standing_in_for_apex():
+        return compare(rank, world_size, cases)
+
+
+def seen_by_hooks(rank: int, world_size: int, plan: str) -> dict[str, list[str]]:
+    """What the hooks of a user's modules see in one step, stock and under a plan: module and shapes."""
+    found: dict[str, list[str]] = {}
+
+    def hooked(chunks: list[Any], name: str) -> None:
+        found[name] = seen = []
+        for path, module in chunks[0].named_modules():
+            module.register_forward_hook(
+                lambda _, args, out, path=path: seen.append(
+                    f"{path} {[t.shape for t in flatten((args, out))]}"
+                )
+            )
+
+    @contextlib.contextmanager
+    def stock(chunks: list[Any]) -> Iterator[Callable[..., Any]]:
+        hooked(chunks, "stock")
+        yield lambda schedule: schedule
+
+    train_small_gpt(steps=1, around=stock, rope=True)
+    nvtx = [torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop]
+    depth: list[str] = []
+    torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = depth.append, depth.pop
+    configure_nvtx_profiling(True)
+    try:
+        train_with_plan({"rope": True}, plan, 1, before=lambda chunks: hooked(chunks, "lynx"))
+    finally:
+        configure_nvtx_profiling(False)
+        torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = nvtx
+    found["ranges left open"] = depth
     return found
 
 

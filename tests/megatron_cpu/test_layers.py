@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.megatron_cpu.lynx_ranks import Case
+from tests.megatron_cpu.test_bitwise import check_outcomes
 from tests.support.launch import run_ranks
 
 MODULE = "tests.megatron_cpu.layer_ranks"
@@ -27,3 +29,19 @@ def test_process_groups_come_from_the_layers() -> None:
 
 def test_a_second_backward_of_a_retained_graph() -> None:
     assert run_ranks(1, f"{MODULE}:second_backward", {}) == [[]]
+
+
+def test_hooks_and_ranges_see_no_replay() -> None:
+    """A user's module hooks see what they see without recomputation, and profiler ranges close."""
+    (found,) = run_ranks(1, "tests.megatron_cpu.lynx_ranks:seen_by_hooks", "full")
+    assert found["lynx"] == found["stock"]
+    assert len(found["stock"]) > 100
+    assert found["ranges left open"] == []
+
+
+def test_fused_gradient_accumulation_beside_an_overlapped_reduction() -> None:
+    """Linears mark their weight, DDP looks for the mark on the Parameter (data-parallel size 2)."""
+    plans = ["none", "full", "windows", {0: {"activation": "demand"}}]
+    asked = [Case({"fusion": True}, plans), Case({"fusion": True, "bf16": True}, plans[:2])]
+    results = run_ranks(2, "tests.megatron_cpu.lynx_ranks:compare_with_fusion", asked)
+    check_outcomes(asked, results)

@@ -78,8 +78,9 @@ def train(rank: int, world_size: int, payload: list[Run]) -> list[Found]:
                     return
                 args = get_args()
                 import torch
+                from megatron.core.utils import get_model_config, unwrap_model
 
-                model = model_of(args, session.config, torch.device("cpu"))
+                model = model_of(args, get_model_config(unwrap_model(chunks)[0]), torch.device("cpu"))
                 parallel, batch = parallel_of(args), batch_of(args)
                 found.graph = layer_graph(model, parallel, batch)
                 found.layers = [layer.layer for layer in session.executor.plan.layers]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -45,8 +47,10 @@ def train_small_gpt(
     sequence_parallel: bool = False,
     bf16: bool = False,
     dropout: float = 0.1,
+    attention_dropout: float | None = None,
     rope: bool = False,
     te: bool = False,
+    fusion: bool = False,
     seed: int = 1234,
     keep_gradients: bool = True,
     around: Callable[[list[Any]], contextlib.AbstractContextManager[Callable[..., Any]]] | None = None,
@@ -54,8 +58,10 @@ def train_small_gpt(
 ) -> dict[str, Any]:
     """Train for ``steps`` optimizer steps; ``fields`` go to ``TransformerConfig``.
 
-    ``te`` builds the layers of Transformer Engine's spec, not of the local one; what computes their
-    attention is ``attention_backend`` of the fields.
+    ``dropout`` is that of attention too, unless ``attention_dropout`` says otherwise. ``te`` builds the
+    layers of Transformer Engine's spec, not of the local one; what computes their attention is
+    ``attention_backend`` of the fields. ``fusion`` lets linears add to the main gradients by themselves
+    (``standing_in_for_apex``) while DDP reduces them beside the backward, in buckets of 2,000 numbers.
     ``around(chunks)`` is a context entered for the training; it yields what wraps the schedule.
     Returns ``losses`` (one list of microbatch losses per step; empty but on the last stage),
     ``grad_norms`` and ``gradients`` (one per step; none without ``keep_gradients``) and
@@ -73,13 +79,13 @@ def train_small_gpt(
         virtual_pipeline_model_parallel_size=vpp,
         sequence_parallel=sequence_parallel,
         hidden_dropout=dropout,
-        attention_dropout=dropout,
+        attention_dropout=dropout if attention_dropout is None else attention_dropout,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fusion,
         deallocate_pipeline_outputs=pp > 1,
         **fields,
     )
@@ -130,7 +136,13 @@ def _build(config: TransformerConfig, vpp: int | None, rope: bool, te: bool) -> 
         model.model_type = ModelType.encoder_or_decoder
         if config.bf16:
             model = Float16Module(config, model)
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=config.bf16, use_distributed_optimizer=False)
+        fusion = config.gradient_accumulation_fusion
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=config.bf16 or fusion,
+            use_distributed_optimizer=False,
+            overlap_grad_reduce=fusion,
+            bucket_size=2000 if fusion else None,
+        )
         chunks.append(DistributedDataParallel(config, ddp, model, disable_bucketing=stage > 0))
     return chunks
 
@@ -139,6 +151,24 @@ def _layer_spec(config: TransformerConfig, te: bool) -> Any:
     if te:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     return get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+
+
+@contextlib.contextmanager
+def standing_in_for_apex() -> Iterator[None]:
+    """Inside, Megatron's linears find what Apex's extension does for them: weight gradients that are added
+    to the main gradient in the kernel."""
+
+    def accumulate(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+        total.add_(gradient.t().matmul(inputs))
+
+    module = types.SimpleNamespace(wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
+    before = layers._grad_accum_fusion_available
+    layers._grad_accum_fusion_available, layers.fused_weight_gradient_mlp_cuda = True, module
+    try:
+        yield
+    finally:
+        layers._grad_accum_fusion_available = before
+        del layers.fused_weight_gradient_mlp_cuda
 
 
 def _microbatches(seed: int, replica: int) -> Iterator[torch.Tensor]:
@@ -177,6 +207,8 @@ def _train(
     )
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = partial(finalize_model_grads)
+    if config.gradient_accumulation_fusion:
+        config.no_sync_func = [chunk.no_sync for chunk in chunks] if vpp else chunks[0].no_sync
     schedule = wrap(get_forward_backward_func())
     replica = parallel_state.get_data_parallel_rank()
     data = [_microbatches(seed, replica) for _ in chunks]
