@@ -133,7 +133,7 @@ def find_megatron() -> Megatron | None:
         InstallError: there is one whose version cannot be read.
     """
     core, training = _folder("megatron.core"), _folder("megatron.training")
-    return None if core is None else Megatron(_version_in(core / "package_info.py"), core, training)
+    return None if core is None else Megatron(version_in(core / "package_info.py"), core, training)
 
 
 def _folder(package: str) -> Path | None:
@@ -146,7 +146,7 @@ def _folder(package: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def _version_in(path: Path) -> str:
+def version_in(path: Path) -> str:
     """The version that a ``package_info.py`` states."""
     try:
         statements = ast.parse(path.read_text("utf-8")).body
