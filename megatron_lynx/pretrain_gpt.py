@@ -10,13 +10,15 @@ import sys
 from collections.abc import Sequence
 
 from megatron_lynx.errors import LynxError
-from megatron_lynx.integration import pretrain
 from megatron_lynx.integration.entry import megatron_run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse ``argv`` (None means the command line), install, and call Megatron's trainer."""
     with megatron_run():
+        # Imported now: it imports Megatron, which has just been found to be there and in order.
+        from megatron_lynx.integration import pretrain
+
         pretrain.train(pretrain.parse(argv))
 
 

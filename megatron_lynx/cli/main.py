@@ -33,7 +33,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "truth": ("megatron_lynx.cli.truth", "what GPUs measured beside what is predicted"),
     "doctor": ("megatron_lynx.cli.doctor", "what would go wrong with a job, before it is launched"),
     "run": ("megatron_lynx.cli.run", "an unmodified Megatron script, with --recompute-method lynx"),
-    "patch": ("megatron_lynx.cli.patch", "teach a Megatron-LM checkout --recompute-method lynx, and take it back"),
+    "patch": (
+        "megatron_lynx.cli.patch",
+        "teach a Megatron-LM checkout --recompute-method lynx, and take it back",
+    ),
     "profile": ("megatron_lynx.cli.profile", "measure layer, ends and links on the ranks that will train"),
     "bench": ("megatron_lynx.cli.bench", "measured: Megatron's own recomputation and lynx, on a real link"),
     "args": ("megatron_lynx.cli.args", "the Megatron flags of a job, for launch scripts"),

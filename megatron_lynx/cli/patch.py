@@ -1,8 +1,8 @@
 """``lynx patch``: a Megatron-LM checkout that knows ``--recompute-method lynx`` by itself, and back.
 
-    lynx patch check DIR     # what would be done
-    lynx patch apply DIR
-    lynx patch revert DIR
+lynx patch check DIR     # what would be done
+lynx patch apply DIR
+lynx patch revert DIR
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ def run(args: argparse.Namespace) -> int:
     write(todo)
     for change in todo:
         print(f"{'patched' if args.action == 'apply' else 'restored'} {change.path}")
-    if args.action == "apply":
-        print(f"{name}: pretrain_gpt.py takes --recompute-method lynx; `lynx patch revert {args.tree}` undoes it")
-    else:
-        print(f"{name}: every patch is taken back")
+    undo = f"`lynx patch revert {args.tree}` undoes it"
+    done = f"takes --recompute-method lynx; {undo}" if args.action == "apply" else "is as upstream's"
+    print(f"{name}: pretrain_gpt.py {done}")
     return 0
 
 

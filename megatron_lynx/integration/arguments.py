@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.integration import versions
 from megatron_lynx.integration.refusals import REFUSALS
 from megatron_lynx.units import parse_bytes
 
@@ -47,7 +49,7 @@ def add_lynx_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def lynx_requested(args: Namespace) -> bool:
+def lynx_requested(args: Any) -> bool:
     """Whether this run recomputes with lynx."""
     return getattr(args, "recompute_method", None) == METHOD
 
@@ -79,6 +81,7 @@ def check_arguments(args: Namespace) -> None:
         return
     for refusal in REFUSALS:
         refusal.check(args, refusal.fields)
+    _check_interleaving(args)
     groups = args.num_query_groups if getattr(args, "group_query_attention", False) else None
     if groups is not None and groups < args.tensor_model_parallel_size:
         raise ConfigError(
@@ -99,6 +102,37 @@ def check_arguments(args: Namespace) -> None:
         parse_bytes(args.lynx_budget, "--lynx-budget")
     if args.lynx_partition != "keep":
         _check_partition(args)
+
+
+def _check_interleaving(args: Namespace) -> None:
+    """Refuse the schedule whose stock results cannot be relied on, below Megatron-Core 0.18."""
+    fields = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    given = [field for field in fields if getattr(args, field, None)]
+    if given and getattr(args, "overlap_p2p_comm", True) and versions.frees_while_sending():
+        flag = "--" + given[0].replace("_", "-")
+        raise ConfigError(
+            f"--recompute-method lynx does not work with {flag} {getattr(args, given[0])} here: "
+            f"{versions.find_megatron()} frees outputs that it is still sending, so that its own losses "
+            "differ from run to run; 0.18 works, or --no-overlap-p2p-communication with "
+            "--pipeline-model-parallel-size above 2"
+        )
+
+
+def check_yaml(args: Namespace) -> None:
+    """Refuse lynx beside ``--yaml-cfg``, whose arguments replace those of the command line.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    name = getattr(args, "yaml_cfg", None)
+    if not name:
+        return
+    asked = (getattr(args, "language_model", None), args)
+    flags = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--lynx-")]
+    if flags or METHOD in sys.argv or any(lynx_requested(one) for one in asked):
+        raise ConfigError(
+            f"--recompute-method lynx does not work with --yaml-cfg {name}; flags instead of the file work"
+        )
 
 
 def _check_partition(args: Namespace) -> None:

@@ -8,6 +8,7 @@ schedule runs under it; at the end the model is given back. Nothing here runs wi
 from __future__ import annotations
 
 import contextlib
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,15 +16,19 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training import get_args, print_rank_0
 
 from megatron_lynx.cost import CostTable
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.integration import versions
 from megatron_lynx.integration.agree import on_every_rank
 from megatron_lynx.integration.arguments import (
     budget_bytes,
     check_arguments,
     check_config,
+    check_yaml,
     lynx_requested,
     with_lynx_arguments,
 )
@@ -63,6 +68,7 @@ class Trainer:
             return
         chunks = unwrap_model(wrapped_chunks)
         on_every_rank(lambda: check_model(args, chunks))
+        print_rank_0(f"> lynx: {versions.untested_note() or versions.find_megatron()}")
         asked = _asked(args, chunks)
         plan, table = _plan(args, asked, chunks)
 
@@ -99,6 +105,11 @@ def check_model(args: Namespace, chunks: list[Any]) -> None:
         ConfigError: names what does not work, and what does.
     """
     for chunk in chunks:
+        if not isinstance(chunk, GPTModel):
+            raise ConfigError(
+                f"--recompute-method lynx trains GPTModel; {Path(sys.argv[0]).name} builds "
+                f"{type(chunk).__name__}: --recompute-granularity selective works there"
+            )
         check_config(get_model_config(chunk))
     for layers in transformer_layers(chunks):
         for layer in layers:
@@ -202,7 +213,9 @@ def argument_targets() -> tuple[Target, ...]:
 
     def parse(original: Callable[..., Any], _: Hooks) -> Callable[..., Any]:
         def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
-            return original(with_lynx_arguments(extra_args_provider), ignore_unknown_args)
+            args = original(with_lynx_arguments(extra_args_provider), ignore_unknown_args)
+            check_yaml(args)
+            return args
 
         return parse_args
 

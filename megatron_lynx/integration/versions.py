@@ -100,7 +100,7 @@ NAMES: dict[str, Name] = {
 }
 """Dotted path, where the name is used -> its parameters by version."""
 
-_VPP_DETERMINISTIC_SINCE = (0, 18)
+_SENT_BEFORE_FREED_SINCE = (0, 18)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,8 @@ def untested_note() -> str | None:
     )
 
 
-def vpp_is_deterministic() -> bool:
-    """Whether stock's interleaved schedule gives the same losses twice."""
+def frees_while_sending() -> bool:
+    """Whether stock's interleaved schedule, with overlapped transfers, frees outputs that it is still
+    sending: below 0.18, where losses then differ from run to run or are NaN."""
     found = find_megatron()
-    return found is None or found.release >= _VPP_DETERMINISTIC_SINCE
+    return found is not None and found.release < _SENT_BEFORE_FREED_SINCE
