@@ -136,6 +136,13 @@ def find_megatron() -> Megatron | None:
     return None if core is None else Megatron(version_in(core / "package_info.py"), core, training)
 
 
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # blocked: its place in sys.modules holds None
+        return False
+
+
 def _folder(package: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(package)
@@ -179,7 +186,7 @@ def require_megatron(*, trainer: bool = False) -> Megatron:
     Raises:
         InstallError: says what is missing or broken, where, and what works.
     """
-    if importlib.util.find_spec("torch") is None:
+    if not _is_there("torch"):
         raise InstallError(
             "training needs torch, which is not installed: `pip install torch`, then megatron-core; "
             f"planning works without; {tested_versions()}"

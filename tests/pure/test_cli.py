@@ -165,6 +165,7 @@ def test_help_and_version(capsys: Captured) -> None:
     code, out, _ = lynx(capsys, "--version")
     assert code == 0
     assert out.startswith("lynx ")
+    assert "0.17.1, 0.18.2" in out  # and which Megatron is here, if any
     code, out, _ = lynx(capsys)
     assert code == 2
     for name in ("plan", "compare", "explain", "simulate"):
