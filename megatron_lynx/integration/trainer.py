@@ -45,6 +45,7 @@ from megatron_lynx.integration.targets import TARGETS, Target
 from megatron_lynx.integration.windows import Hooks, in_step
 from megatron_lynx.layers import layer_graph
 from megatron_lynx.plan import Plan
+from megatron_lynx.search.workflow import counted_by
 
 UNLIMITED_BYTES = 1 << 60
 """The budget where nobody named one and no device has one."""
@@ -74,7 +75,7 @@ class Trainer:
 
         def start() -> None:
             stage = plan.stages[parallel_state.get_pipeline_model_parallel_rank()]
-            graph = layer_graph(asked.model, asked.parallel, asked.batch)
+            graph = counted_by(layer_graph(asked.model, asked.parallel, asked.batch), asked.model, plan)
             self.session = Session(
                 self.hooks, stage, asked.parallel, chunks, graph, count_kept=bool(args.lynx_report)
             )

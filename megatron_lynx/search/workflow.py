@@ -287,8 +287,13 @@ def score_plan(job: Job, plan: Plan) -> int:
 
 
 def graph_of(job: Job, plan: Plan) -> LayerGraph:
-    """The graph that a plan counts by: ``selective`` keeps the output of the region it drops."""
-    return plan_graph(job.graph, kind_of(job.model).recompute_modules, plan.planner)
+    """The graph that a plan counts by."""
+    return counted_by(job.graph, job.model, plan)
+
+
+def counted_by(graph: LayerGraph, model: Model, plan: Plan) -> LayerGraph:
+    """``graph`` as a plan counts by it: ``selective`` keeps the output of the region it drops."""
+    return plan_graph(graph, kind_of(model).recompute_modules, plan.planner)
 
 
 def plan_with_costs(
