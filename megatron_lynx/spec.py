@@ -41,16 +41,18 @@ MOST_LAYERS, MOST_MICROBATCHES = 10_000, 100_000
 class Model:
     """The shape of a GPT and the kernels that decide what its layers save.
 
-    Sizes are counts of elements. ``attention`` is ``flash`` (the flash-attn package) or ``fused``
-    (cuDNN's kernels), which save no s x s tensors, or ``unfused`` (Megatron's local
-    DotProductAttention). ``masked_softmax_fusion`` is the inverse of ``--no-masked-softmax-fusion``,
-    ``fused_activation`` that of ``--no-bias-gelu-fusion`` / ``--no-bias-swiglu-fusion``.
-    ``mask_from_data`` says that batches bring the attention mask, so that unfused attention does not
-    make one per layer (on middle stages it does all the same). ``cross_entropy_fusion_impl`` counts
-    with ``cross_entropy_loss_fusion``. ``dtype_bytes`` is 2 for bf16 and fp16, 4 for fp32. ``device``
-    matters where torch saves other things on a CPU than on CUDA: dropout masks and norm statistics in
-    the activation type, and the factors of an RMSNorm. ``transformer_impl`` is the kind of layer
-    (``layers.KINDS``).
+    Sizes are counts of elements. ``transformer_impl`` is the kind of layer (``layers.KINDS``).
+    ``attention`` is ``flash`` (the flash-attn package) or ``fused`` (cuDNN's kernels), which save no
+    s x s tensors, or ``unfused``. ``masked_softmax_fusion`` is the inverse of
+    ``--no-masked-softmax-fusion``, ``fused_activation`` that of ``--no-bias-gelu-fusion`` /
+    ``--no-bias-swiglu-fusion``. ``mask_from_data`` says that batches bring the attention mask, so that
+    unfused attention does not make one per layer (on middle stages it does all the same).
+    ``cross_entropy_fusion_impl`` counts with ``cross_entropy_loss_fusion``. ``dtype_bytes`` is 2 for
+    bf16 and fp16, 4 for fp32. ``device`` matters where torch saves other things on a CPU than on CUDA:
+    dropout masks and norm statistics in the activation type, and the factors of an RMSNorm. Options of
+    Megatron's that change neither what a layer saves nor what it runs (``--apply-layernorm-1p``,
+    ``--rotary-interleaved``) have no field. A layer without rotary embedding among others
+    (``--no-rope-freq``) counts as one with it, so that all layers are the same.
 
     Raises:
         ConfigError: a size below 1 or one that does not divide.
@@ -64,7 +66,18 @@ class Model:
     kv_channels: int | None = None
     ffn_hidden_size: int | None = None
     swiglu: bool = False
-    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    squared_relu: bool = False
+    quick_geglu: bool = False
+    activation_func_clamp_value: float | None = None
+    use_te_activation_func: bool = False
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
+    rotary_percent: float = 1.0
+    apply_rope_fusion: bool | None = None
+    """Whether a kernel of Transformer Engine rotates; where it is not said, as the kind of layer has it."""
+    qk_layernorm: bool = False
+    attention_output_gate: bool = False
+    window_size: tuple[int, int] | None = None
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     max_position_embeddings: int | None = None
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     add_bias_linear: bool = True
@@ -91,12 +104,28 @@ class Model:
         if self.kv_channels is None:
             _divides(self.num_attention_heads, "num_attention_heads", self.hidden_size, "hidden_size")
         _divides(self.groups, "num_query_groups", self.num_attention_heads, "num_attention_heads")
+        if self.swiglu + self.squared_relu + self.quick_geglu > 1:
+            raise ConfigError("--swiglu, --squared-relu and --quick-geglu exclude each other; --swiglu works")
+        if not 0.0 < self.rotary_percent <= 1.0:
+            raise ConfigError(
+                f"--rotary-percent {self.rotary_percent} must be above 0 and at most 1; 1.0 works"
+            )
         for name in ("attention_dropout", "hidden_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(
                     f"{_flag(name)} {getattr(self, name)} must be at least 0 and below 1; "
                     f"{_flag(name)} 0.1 works"
                 )
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP's activation multiplies two halves of fc1's output."""
+        return self.swiglu or self.quick_geglu
+
+    @property
+    def rotary(self) -> bool:
+        """Whether queries and keys are rotated."""
+        return self.position_embedding_type in ("rope", "yarn")
 
     @property
     def mask_bytes(self) -> int:
@@ -107,18 +136,6 @@ class Model:
     def norm_parameters(self) -> int:
         """Parameters of one norm: scale and shift, or the scale alone."""
         return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
-
-    def fuses_softmax(self, tp: int, batch: Batch) -> bool:
-        """Whether unfused attention takes the fused kernel for scale, mask and softmax, which works in 16
-        bits and makes no mask (``FusedScaleMaskSoftmax.is_kernel_available``)."""
-        heads, s = self.num_attention_heads // tp * batch.micro_batch_size, batch.seq_length
-        shape = 16 < s <= 4096 and s % 4 == 0 and heads % 4 == 0
-        return self.masked_softmax_fusion and self.device == "cuda" and self.dtype_bytes == 2 and shape
-
-    def softmax_bytes(self, tp: int, batch: Batch) -> int:
-        """Size of one element of unfused attention's softmax."""
-        wide = self.attention_softmax_in_fp32 and not self.fuses_softmax(tp, batch)
-        return 4 if wide else self.dtype_bytes
 
     @property
     def groups(self) -> int:

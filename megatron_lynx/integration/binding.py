@@ -57,7 +57,8 @@ def owned_layers(chunks: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 def kind_of_layer(layer: Any) -> LayerKind:
     """The kind of a real layer: the one whose parts it has."""
-    return min(KINDS.values(), key=lambda kind: len(unknown_parts(layer, kind)))
+    kind = min(KINDS.values(), key=lambda kind: len(unknown_parts(layer, kind)))
+    return kind.having(layer.config)
 
 
 def unknown_parts(layer: Any, kind: LayerKind) -> dict[str, str]:

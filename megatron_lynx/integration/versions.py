@@ -69,6 +69,12 @@ NAMES: dict[str, Name] = {
     "torch.distributed.all_gather_into_tensor": _always(_GATHER),
     "torch.distributed.reduce_scatter_tensor": _always(_SCATTER),
     f"{_LAYERS}.LinearWithGradAccumulationAndAsyncCommunication": _always(("args", "kwargs")),
+    "transformer_engine.pytorch.module.layernorm_linear.apply_normalization": _always(
+        (
+            *("inputmat", "ln_out", "ln_weight", "ln_bias", "eps", "output_quantizer", "output_dtype"),
+            *("normalization", "fwd_ln_sm_margin", "zero_centered_gamma"),
+        )
+    ),
     "megatron.core.pipeline_parallel.p2p_communication._batched_p2p_ops": _always(_P2P),
     "megatron.core.pipeline_parallel.p2p_communication._p2p_ops": _always(_P2P),
     "megatron.training.training.setup_model_and_optimizer": Name(

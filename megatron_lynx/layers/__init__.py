@@ -35,7 +35,7 @@ def kind_of(model: Model) -> LayerKind:
         raise ConfigError(
             f"--transformer-impl {model.transformer_impl} is not known; {' or '.join(sorted(KINDS))} works"
         )
-    return KINDS[model.transformer_impl]
+    return KINDS[model.transformer_impl].having(model)
 
 
 def layer_graph(model: Model, parallel: Parallel, batch: Batch) -> LayerGraph:

@@ -17,7 +17,8 @@ A part is one of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.spec import Batch, Model, Parallel
@@ -39,12 +40,16 @@ class Submodule:
 
 @dataclass(frozen=True, slots=True)
 class Glue:
-    """What the module at ``parent`` does from the end of part ``after`` to the start of part ``before``."""
+    """What the module at ``parent`` does from the end of part ``after`` to the start of part ``before``.
+
+    ``option`` names the flag without which there is no such glue, as ``Model`` and Megatron's config do.
+    """
 
     name: str
     parent: str
     after: str
     before: str
+    option: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,13 @@ class Inner:
 
 
 Part = Submodule | Glue | Operation | Mask | Inner
+
+
+def parts_with(parts: tuple[Part, ...], options: Any) -> tuple[Part, ...]:
+    """Those of ``parts`` that a layer with ``options`` has."""
+    return tuple(
+        p for p in parts if not isinstance(p, Glue) or not p.option or getattr(options, p.option, False)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +169,11 @@ class LayerKind:
     parameters: Callable[[Model, int], int]
     recompute_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def having(self, options: Any) -> LayerKind:
+        """The kind as it is with ``options``, a ``Model`` or Megatron's config of it."""
+        parts = parts_with(self.parts, options)
+        return self if len(parts) == len(self.parts) else replace(self, parts=parts)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -17,9 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.integration.binding import transformer_layers
+from megatron_lynx.integration.describe import layer_options
 from megatron_lynx.integration.install import install
 from megatron_lynx.integration.session import Session
-from megatron_lynx.layers import KINDS
+from megatron_lynx.layers import KINDS, layer_graph
 from megatron_lynx.plan import LayerPlan, StagePlan, parse_choice
 from megatron_lynx.runtime.record import StepRecord
 from megatron_lynx.runtime.region import RegionRun, Replay, flatten
@@ -27,7 +28,6 @@ from megatron_lynx.runtime.storage import SavedTensor, TapeStorage
 from megatron_lynx.runtime.tape import LayerTape
 from megatron_lynx.spec import Batch, Model, Parallel
 from tests.support.small_gpt import (
-    LAYERS,
     MICRO_BATCH,
     SEQUENCE,
     VOCABULARY,
@@ -131,31 +131,21 @@ BATCH = Batch(seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH, global_batch_si
 
 def described_model(options: dict[str, Any], config: Any) -> Model:
     """The Model that describes what ``train_small_gpt`` builds from ``options``."""
+    impl = "transformer_engine" if options.get("te") else "local"
     return Model(
-        num_layers=LAYERS,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
         vocab_size=VOCABULARY,
-        num_query_groups=config.num_query_groups,
-        ffn_hidden_size=config.ffn_hidden_size,
-        swiglu=config.gated_linear_unit,
         position_embedding_type="rope" if options.get("rope") else "learned_absolute",
-        normalization=config.normalization,
-        add_bias_linear=config.add_bias_linear,
-        attention_dropout=config.attention_dropout,
-        hidden_dropout=config.hidden_dropout,
-        attention="unfused",
-        attention_softmax_in_fp32=config.attention_softmax_in_fp32,
-        fused_activation=config.bias_activation_fusion,
-        dtype_bytes=2 if config.bf16 else 4,
-        device="cpu",
+        rotary_percent=options.get("rotary_percent", 1.0),
+        **layer_options(config, impl, torch.device("cpu")),
     )
 
 
 def described_graph(options: dict[str, Any], chunks: list[Any]) -> LayerGraph:
     """The graph of the layers of what ``train_small_gpt`` builds from ``options``."""
-    config = get_model_config(chunks[0])
-    return KINDS["local"].graph(described_model(options, config), parallel_of(options), BATCH)
+    model = described_model(options, get_model_config(chunks[0]))
+    sequences, length = options.get("shape", (MICRO_BATCH, SEQUENCE))
+    batch = Batch(seq_length=length, micro_batch_size=sequences, global_batch_size=sequences)
+    return layer_graph(model, parallel_of(options), batch)
 
 
 Watch = Callable[[Session], contextlib.AbstractContextManager[None]]

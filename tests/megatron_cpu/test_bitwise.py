@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
 from megatron_lynx.layers.local import backward_slots, forward_slots
 from tests.megatron_cpu.lynx_ranks import EVERYTHING, Assignment, Case, Outcome, parallel_of
@@ -22,7 +21,7 @@ SOME_LAYERS: Assignment = {0: dict.fromkeys(EVERYTHING, "fwd:2:linear_fc2"), 2: 
 """Layers that keep everything stand between others, and open windows for them."""
 
 NAMED: list[str | Assignment] = ["none", "selective", "full", "uniform-2", "windows", SOME_LAYERS]
-SWIGLU: dict[str, Any] = {"gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
+SWIGLU: dict[str, Any] = {"gated_linear_unit": True, "activation": "silu", "add_bias_linear": False}
 LLAMA: dict[str, Any] = {**SWIGLU, "normalization": "RMSNorm", "rope": True, "num_query_groups": 2}
 
 MODELS: dict[int, list[dict[str, Any]]] = {

@@ -19,6 +19,16 @@ from tests.support.small_gpt import LAYERS
 
 FUSED = {"bias_activation_fusion": True}
 BF16 = {"bf16": True}
+_GATED = {"gated_linear_unit": True}
+ACTIVATIONS: list[dict[str, Any]] = [
+    {"activation": "squared_relu"},
+    {"activation": "squared_relu", "add_bias_linear": False},
+    {**_GATED, "activation": "quick_gelu"},
+    {**_GATED, "activation": "quick_gelu", "add_bias_linear": False, **BF16},
+    {**_GATED, "activation": "quick_gelu", "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
+    {**SWIGLU, "activation_func_clamp_value": 7.0},
+    {**_GATED, **FUSED},
+]
 OPTIONS: dict[int, list[dict[str, Any]]] = {
     1: [
         {},
@@ -40,6 +50,19 @@ OPTIONS: dict[int, list[dict[str, Any]]] = {
         {"attention_softmax_in_fp32": True, **BF16, "dropout": 0.0},
         LLAMA,
         {**LLAMA, **FUSED, **BF16},
+        *ACTIVATIONS,
+        {"qk_layernorm": True},
+        {"qk_layernorm": True, "num_query_groups": 2, "rope": True, **BF16},
+        {"qk_layernorm": True, "normalization": "RMSNorm", **BF16},
+        {"attention_output_gate": True},
+        {"attention_output_gate": True, "num_query_groups": 2, **BF16},
+        {"rope": True, "rotary_percent": 0.5},
+        {"rope": True, "rotary_interleaved": True},
+        {"window_size": (4, 0)},
+        {"softmax_type": "off-by-one", **BF16, "dropout": 0.0},
+        {"softmax_type": "learnable", "attention_softmax_in_fp32": False, **BF16},
+        {"apply_query_key_layer_scaling": True, **BF16},
+        {"shape": (1, 24), "num_query_groups": 1},
     ],
     2: [
         {"tp": 2},

@@ -60,7 +60,7 @@ def test_full_recomputation_keeps_the_input_alone() -> None:
 def test_regions_are_in_forward_order_and_slots_are_regions() -> None:
     for parallel in (Parallel(), Parallel(tp=2), Parallel(tp=2, sequence_parallel=True)):
         graph = layer_graph(gpt(), parallel, BATCH)
-        assert graph.names == FORWARD_ORDER
+        assert graph.names == tuple(name for name in FORWARD_ORDER if name != "output_gate")
         talking = {region.name for region in graph.regions if region.communicates} - {INPUT}
         assert talking == set(forward_slots(parallel))
         assert {slot.partition(".")[0] for slot in backward_slots(parallel)} <= set(graph.names)

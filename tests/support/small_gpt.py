@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -28,6 +30,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -36,6 +39,13 @@ SEQUENCE = 16
 MICRO_BATCH = 2
 MICROBATCHES = 4
 LAYERS = 4
+ACTIVATIONS: dict[str, Callable[..., Any]] = {
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+    "quick_gelu": quick_gelu,
+    "squared_relu": squared_relu,
+}
+"""By the names that options travel under: a function does not before Megatron is imported."""
 
 
 def train_small_gpt(
@@ -49,8 +59,12 @@ def train_small_gpt(
     dropout: float = 0.1,
     attention_dropout: float | None = None,
     rope: bool = False,
+    rotary_percent: float = 1.0,
     te: bool = False,
     fusion: bool = False,
+    attention: str = "auto",
+    activation: str = "gelu",
+    shape: tuple[int, int] = (MICRO_BATCH, SEQUENCE),
     seed: int = 1234,
     keep_gradients: bool = True,
     around: Callable[[list[Any]], contextlib.AbstractContextManager[Callable[..., Any]]] | None = None,
@@ -59,9 +73,10 @@ def train_small_gpt(
     """Train for ``steps`` optimizer steps; ``fields`` go to ``TransformerConfig``.
 
     ``dropout`` is that of attention too, unless ``attention_dropout`` says otherwise. ``te`` builds the
-    layers of Transformer Engine's spec, not of the local one; what computes their attention is
-    ``attention_backend`` of the fields. ``fusion`` lets linears add to the main gradients by themselves
-    (``standing_in_for_apex``) while DDP reduces them beside the backward, in buckets of 2,000 numbers.
+    layers of Transformer Engine's spec, not of the local one. ``attention`` is Megatron's attention
+    backend, ``activation`` a name of ``ACTIVATIONS``, ``shape`` a microbatch's: sequences and their length.
+    ``fusion`` lets linears add to the main gradients by themselves (``standing_in_for_apex``) while DDP
+    reduces them beside the backward, in buckets of 2,000 numbers.
     ``around(chunks)`` is a context entered for the training; it yields what wraps the schedule.
     Returns ``losses`` (one list of microbatch losses per step; empty but on the last stage),
     ``grad_norms`` and ``gradients`` (one per step; none without ``keep_gradients``) and
@@ -87,11 +102,14 @@ def train_small_gpt(
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=fusion,
         deallocate_pipeline_outputs=pp > 1,
+        attention_backend=AttnBackend[attention],
+        activation_func=ACTIVATIONS[activation],
         **fields,
     )
-    chunks = _build(config, vpp, rope, te)
+    positions = ("rope", rotary_percent) if rope else ("learned_absolute", 1.0)
+    chunks = _build(config, vpp, positions, te, shape[1])
     with around(chunks) if around else contextlib.nullcontext(lambda schedule: schedule) as wrap:
-        return _train(chunks, config, steps, vpp, seed, wrap, keep_gradients)
+        return _train(chunks, config, steps, vpp, seed, wrap, keep_gradients, shape)
 
 
 def _initialize(tp: int, pp: int, vpp: int | None) -> None:
@@ -119,7 +137,9 @@ def _forget_attention_backend() -> None:
         chosen._attention_backends["attention_params"] = None
 
 
-def _build(config: TransformerConfig, vpp: int | None, rope: bool, te: bool) -> list[Any]:
+def _build(
+    config: TransformerConfig, vpp: int | None, positions: tuple[Any, float], te: bool, sequence: int
+) -> list[Any]:
     chunks = []
     for stage in range(vpp or 1):
         vp_stage = stage if vpp else None
@@ -127,10 +147,11 @@ def _build(config: TransformerConfig, vpp: int | None, rope: bool, te: bool) -> 
             config,
             _layer_spec(config, te),
             vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
+            max_sequence_length=sequence,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            position_embedding_type="rope" if rope else "learned_absolute",
+            position_embedding_type=positions[0],
+            rotary_percent=positions[1],
             vp_stage=vp_stage,
         )
         model.model_type = ModelType.encoder_or_decoder
@@ -171,15 +192,15 @@ def standing_in_for_apex() -> Iterator[None]:
         del layers.fused_weight_gradient_mlp_cuda
 
 
-def _microbatches(seed: int, replica: int) -> Iterator[torch.Tensor]:
+def _microbatches(seed: int, replica: int, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
     draws = torch.Generator().manual_seed(seed + replica)
     while True:
-        yield torch.randint(VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=draws)
+        yield torch.randint(VOCABULARY, (shape[0], shape[1] + 1), generator=draws)
 
 
 def _forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     text = next(data)
-    positions = torch.arange(SEQUENCE).expand(MICRO_BATCH, SEQUENCE)
+    positions = torch.arange(text.shape[1] - 1).expand(text.shape[0], -1)
     output = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
     return output, _loss
 
@@ -197,6 +218,7 @@ def _train(
     seed: int,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
     keep_gradients: bool,
+    shape: tuple[int, int],
 ) -> dict[str, Any]:
     precision = {"bf16": True} if config.bf16 else {}
     optimizer = get_megatron_optimizer(
@@ -211,7 +233,7 @@ def _train(
         config.no_sync_func = [chunk.no_sync for chunk in chunks] if vpp else chunks[0].no_sync
     schedule = wrap(get_forward_backward_func())
     replica = parallel_state.get_data_parallel_rank()
-    data = [_microbatches(seed, replica) for _ in chunks]
+    data = [_microbatches(seed, replica, shape) for _ in chunks]
     losses, grad_norms, gradients = [], [], []
     for _ in range(steps):
         for chunk in chunks:
@@ -222,8 +244,8 @@ def _train(
             data_iterator=data if vpp else data[0],
             model=chunks if vpp else chunks[0],
             num_microbatches=MICROBATCHES,
-            seq_length=SEQUENCE,
-            micro_batch_size=MICRO_BATCH,
+            seq_length=shape[1],
+            micro_batch_size=shape[0],
             forward_only=False,
         )
         if keep_gradients:
