@@ -8,22 +8,34 @@ of this.
 from __future__ import annotations
 
 from megatron_lynx.cost import CostTable, LayerCosts
-from megatron_lynx.hardware import Cluster, Device, Link
+from megatron_lynx.hardware import Cluster, Device, Host, Link
 from megatron_lynx.layers import kind_of
 from megatron_lynx.layers.dense import Sizes
 from megatron_lynx.layers.kind import Kernel, LayerKind, Work
 from megatron_lynx.spec import Batch, Model, Parallel
 
+ATTENTION_DROPOUT = 1.6
+"""How much longer fused attention takes if it draws a dropout mask (and its backward is deterministic):
+calibrated on Megatron's ``gpt3_7b_tp4_pp1_memory_speed`` on A100 and H100 together; the rates of devices
+are of kernels without dropout."""
 
-def estimate_costs(model: Model, parallel: Parallel, batch: Batch, cluster: Cluster) -> CostTable:
-    """Times of every region, collective and transfer of the job on ``cluster``."""
+EMBEDDING_KERNELS, HEAD_KERNELS = 5, 12
+"""Kernels of the embedding and of the head, of the loss among them, in either direction."""
+
+
+def estimate_costs(
+    model: Model, parallel: Parallel, batch: Batch, cluster: Cluster, *, fused: bool = True
+) -> CostTable:
+    """Times of every region, collective and transfer of the job on ``cluster``; ``fused`` as
+    ``--no-gradient-accumulation-fusion`` is not given."""
     device, link = cluster.device, cluster.tensor_link(parallel.tp)
     sizes, kind = Sizes.of(model, parallel, batch), kind_of(model)
     work, graph = kind.work(model, parallel, batch), kind.graph(model, parallel, batch)
+    slower = ATTENTION_DROPOUT if model.attention_dropout else 1.0
     layer = LayerCosts(
-        forward_ns=_times(work.forward, device),
-        dgrad_ns=_times(work.dgrad, device),
-        wgrad_ns=_times(work.wgrad, device),
+        forward_ns=_times(work.forward, device, slower=slower),
+        dgrad_ns=_times(work.dgrad, device, slower=slower, attends_backward=True),
+        wgrad_ns=_weight_gradient_times(work.wgrad, device, model, fused=fused),
         collective_ns=collective_times(kind, parallel, sizes.gathered, link),
         beside=tuple(sorted(kind.beside)),
         contention=link.contention if parallel.tp > 1 else 1.0,
@@ -57,11 +69,54 @@ def collective_times(kind: LayerKind, parallel: Parallel, gathered_bytes: int, l
     return dict.fromkeys(waits, wait)
 
 
-def _times(work: Work, device: Device) -> dict[str, int]:
-    return {
-        region: sum(device.compute_ns(k.flops, k.size_bytes, attention=k.attention) for k in kernels)
-        for region, kernels in work.items()
-    }
+def _times(work: Work, device: Device, *, slower: float, attends_backward: bool = False) -> dict[str, int]:
+    """Times of the kernels of each region; those of fused attention are ``slower``."""
+    found = dict.fromkeys(work, 0)
+    for region, kernels in work.items():
+        for k in kernels:
+            backward = attends_backward and k.attention
+            one = device.compute_ns(
+                k.flops, k.size_bytes, attention=k.attention, backward=backward, gemm=k.gemm
+            )
+            found[region] += round(one * slower) if k.attention else one
+    return found
+
+
+def _weight_gradient_times(work: Work, device: Device, model: Model, *, fused: bool) -> dict[str, int]:
+    """Weight gradients; where the product does not add to the buffer itself, another kernel reads what it
+    wrote and the buffer, and writes that."""
+    found = {}
+    for region, kernels in work.items():
+        found[region] = 0
+        for k in kernels:
+            found[region] += device.compute_ns(k.flops, k.size_bytes, backward=True, gemm=k.gemm)
+            if not fused and k.gemm is not None:
+                found[region] += device.compute_ns(0, k.gemm[0] * k.gemm[1] * (model.dtype_bytes + 2 * 4))
+    return found
+
+
+def host_costs(kind: LayerKind, model: Model, parallel: Parallel, batch: Batch, host: Host) -> CostTable:
+    """The same table in time of the host, which launches every kernel: those of a layer, a kernel that adds
+    each weight gradient, and a fixed number for the embedding, the head and their backwards."""
+    work, one = kind.work(model, parallel, batch), host.kernel_ns
+    waits = [f"fwd:{slot}" for slot in kind.forward_slots(parallel)]
+    waits += [f"bwd:{slot}" for slot in kind.backward_slots(parallel)]
+    return CostTable(
+        layer=LayerCosts(
+            forward_ns={region: len(kernels) * one for region, kernels in work.forward.items()},
+            dgrad_ns={region: len(kernels) * one for region, kernels in work.dgrad.items()},
+            wgrad_ns={region: 2 * len(kernels) * one for region, kernels in work.wgrad.items()},
+            collective_ns=dict.fromkeys(waits, 0),
+            beside=tuple(sorted(kind.beside)),
+        ),
+        p2p_ns=host.transfer_ns if parallel.pp > 1 else 0,
+        embedding_forward_ns=EMBEDDING_KERNELS * one,
+        embedding_backward_ns=EMBEDDING_KERNELS * one,
+        head_forward_ns=HEAD_KERNELS * one,
+        head_backward_ns=HEAD_KERNELS * one,
+        graph="",
+        source="host",
+    )
 
 
 def _embedding_times(model: Model, parallel: Parallel, batch: Batch, cluster: Cluster) -> tuple[int, int]:
@@ -100,8 +155,8 @@ def _head_times(
     gemm = Kernel.product(z.tokens, model.hidden_size, vocabulary, e)
     wgrad = Kernel.weight_gradient(z.tokens, model.hidden_size, vocabulary, e)
     logits = z.tokens * vocabulary
-    gemm_ns = device.compute_ns(gemm.flops, gemm.size_bytes)
-    wgrad_ns = device.compute_ns(wgrad.flops, wgrad.size_bytes)
+    gemm_ns = device.compute_ns(gemm.flops, gemm.size_bytes, gemm=gemm.gemm)
+    wgrad_ns = device.compute_ns(wgrad.flops, wgrad.size_bytes, backward=True, gemm=wgrad.gemm)
     forward = device.compute_ns(0, 2 * z.hidden) + gemm_ns
     forward += device.compute_ns(0, logits * (e + 4)) + 3 * device.compute_ns(0, logits * 8)
     gather = link.gather_ns(z.gathered, tp) if parallel.sequence_parallel else 0

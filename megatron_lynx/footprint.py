@@ -306,17 +306,39 @@ def phase_workspaces(graph: LayerGraph, backward: Mapping[str, int]) -> tuple[in
     return tuple(found)
 
 
-def step_ns(parameters: int, model: Model, parallel: Parallel, cluster: Cluster, optimizer: Optimizer) -> int:
+def step_ns(
+    parameters: int,
+    model: Model,
+    parallel: Parallel,
+    cluster: Cluster,
+    optimizer: Optimizer,
+    *,
+    forward_ns: int = 0,
+    backward_ns: int = 0,
+) -> int:
     """Time of a rank between its last backward and the next step: gradients are reduced over the
-    data-parallel group (reduce-scatter and all-gather of weights with the distributed optimizer), then
-    Adam reads and writes its state once.
+    data-parallel group (reduce-scatter and all-gather of weights with the distributed optimizer), their
+    norm is taken and they are clipped, then Adam reads and writes its state once. The device waits for the
+    host meanwhile: the norm has to be known there, and the next step's first kernels are yet to come.
+
+    With ``overlap_grad_reduce`` buckets are reduced while the last microbatch's backward (``backward_ns``)
+    makes the others; what is left is the last bucket, or what the backward is too short for. With
+    ``overlap_param_gather`` the first forward hides the gather likewise.
     """
     link, dp = cluster.data_link(parallel.tp, parallel.dp), parallel.dp
     gradients, share = optimizer.gradient_bytes(model) * parameters, parameters
+    buckets = max(1, parameters // max(40_000_000, 1_000_000 * dp))
     if optimizer.use_distributed_optimizer:
-        reduce_ns = link.gather_ns(gradients, dp) + link.gather_ns(model.dtype_bytes * parameters, dp)
+        reduce_ns = link.gather_ns(gradients, dp)
+        gather_ns = link.gather_ns(model.dtype_bytes * parameters, dp)
         share = -(-parameters // optimizer.shards(dp))
     else:
-        reduce_ns = link.all_reduce_ns(gradients, dp)
+        reduce_ns, gather_ns = link.all_reduce_ns(gradients, dp), 0
+    if optimizer.overlap_grad_reduce:
+        reduce_ns = max(reduce_ns // buckets, reduce_ns - backward_ns)
+    if optimizer.overlap_param_gather:
+        gather_ns = max(gather_ns // buckets, gather_ns - forward_ns)
     moved = share * (2 * 3 * FP32 + FP32 + model.dtype_bytes)
-    return reduce_ns + cluster.device.compute_ns(0, moved)
+    clipped = share * 3 * FP32
+    work_ns = cluster.device.compute_ns(0, moved) + cluster.device.compute_ns(0, clipped)
+    return reduce_ns + gather_ns + work_ns + (cluster.host.step_ns if cluster.host else 0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from megatron_lynx.errors import ConfigError
@@ -26,6 +27,12 @@ _SPARSE_TFLOPS = {624.0: 312, 1248.0: 312, 1513.0: 756, 1978.0: 989, 1979.0: 989
 same device. A dense GEMM never reaches the former."""
 
 _LINKS = ("node", "network")
+
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9), (64, 128, 0.75))
+"""Rows and columns of the tiles of a product, and the share of the rate that each shape reaches."""
+PROLOGUE = 160
+"""Steps in k that a tile's start and end take; from products with k of 1024 and 2048 in SimuMax,
+``configs/system/a100_pcie.json``."""
 
 
 def _ns(amount: float, per_second: float) -> int:
@@ -53,16 +60,50 @@ class Device:
     attention_efficiency: float
     memory_efficiency: float
     te_workspace_bytes: int = 32 * MIB
+    wgrad_efficiency: float | None = None
+    attention_backward_efficiency: float | None = None
+    multiprocessors: int = 0
 
-    def compute_ns(self, flops: int, size_bytes: int, *, attention: bool = False) -> int:
+    def compute_ns(
+        self,
+        flops: int,
+        size_bytes: int,
+        *,
+        attention: bool = False,
+        backward: bool = False,
+        gemm: tuple[int, int, int] | None = None,
+    ) -> int:
         """Roofline time of one kernel: the longer of its arithmetic and its memory traffic.
 
-        ``launch + max(flops / (peak * efficiency), bytes / (bandwidth * efficiency))``.
+        ``launch + max(flops / (peak * efficiency), bytes / (bandwidth * efficiency))``. The efficiency of
+        a product (``gemm`` is its m, n, k) is that of large ones times ``filled``. ``backward``: attention's
+        backward, or a product that makes a weight gradient.
         """
-        share = self.attention_efficiency if attention else self.gemm_efficiency
+        if attention:
+            share = (self.attention_backward_efficiency if backward else None) or self.attention_efficiency
+        else:
+            share = (self.wgrad_efficiency if backward else None) or self.gemm_efficiency
+        if gemm is not None:
+            share *= self.filled(*gemm)
         arithmetic = _ns(flops, self.flops_per_second * share)
         traffic = _ns(size_bytes, self.bytes_per_second * self.memory_efficiency)
         return self.launch_ns + max(arithmetic, traffic)
+
+    def filled(self, m: int, n: int, k: int) -> float:
+        """The share of a device that a product of [m, k] and [k, n] keeps busy: tiles of the output go to
+        the multiprocessors in waves, of which the last may be half empty, and each tile starts with a
+        prologue of ``PROLOGUE`` steps in k. The best of three shapes of a tile counts.
+
+        After NVIDIA's guide to matrix multiplication (tile and wave quantisation); 1 if the number of
+        multiprocessors is not given.
+        """
+        if not self.multiprocessors:
+            return 1.0
+        best = 0.0
+        for rows, columns, share in TILES:
+            waves = ceil(ceil(m / rows) * ceil(n / columns) / self.multiprocessors)
+            best = max(best, share * m * n / (waves * self.multiprocessors * rows * columns))
+        return best * k / (k + PROLOGUE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +142,19 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The process that launches a device's kernels: Python, autograd and the driver.
+
+    ``kernel_ns`` for each kernel of a layer, ``transfer_ns`` for each wait for a neighbour,
+    ``step_ns`` for what comes once a step: data, gradient norm, optimizer, logging.
+    """
+
+    kernel_ns: int
+    transfer_ns: int
+    step_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Devices and the links between them.
 
@@ -115,6 +169,7 @@ class Cluster:
     gpus_per_node: int
     reserve_bytes: int
     sources: Mapping[str, str]
+    host: Host | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -165,6 +220,10 @@ class _Section:
             raise ConfigError(f"{where} {value!r} is not a number in range; {key} = {example:g} works")
         return float(value)
 
+    def optional(self, key: str, example: float, *, at_most: float = 1) -> float | None:
+        """A figure that may be left out."""
+        return self.number(key, example, at_most=at_most) if key in self.table else None
+
 
 def read_cluster(data: Mapping[str, Any], file: str) -> Cluster:
     """Make a Cluster of the contents of a cluster file; ``file`` is its name in errors.
@@ -200,6 +259,15 @@ def read_cluster(data: Mapping[str, Any], file: str) -> Cluster:
         gpus_per_node=int(whole.number("gpus_per_node", 8)),
         reserve_bytes=reserve,
         sources=sources,
+        host=_read_host(_Section(file, "host", data["host"], sources)) if "host" in data else None,
+    )
+
+
+def _read_host(section: _Section) -> Host:
+    return Host(
+        kernel_ns=round(section.number("kernel_us", 80) * 1e3),
+        transfer_ns=round(section.number("transfer_us", 500, zero=True) * 1e3),
+        step_ns=round(section.number("step_ms", 15, zero=True) * 1e6),
     )
 
 
@@ -220,6 +288,9 @@ def _read_device(section: _Section, name: str) -> Device:
         attention_efficiency=section.number("attention_efficiency", 0.5, at_most=1),
         memory_efficiency=section.number("memory_efficiency", 0.8, at_most=1),
         te_workspace_bytes=round(section.number("te_workspace_mib", 32) * MIB),
+        wgrad_efficiency=section.optional("wgrad_efficiency", 0.6),
+        attention_backward_efficiency=section.optional("attention_backward_efficiency", 0.4),
+        multiprocessors=int(section.optional("multiprocessors", 108, at_most=1e4) or 0),
     )
 
 

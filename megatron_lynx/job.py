@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.estimate import estimate_costs
+from megatron_lynx.estimate import estimate_costs, host_costs
 from megatron_lynx.footprint import Footprint, footprint, step_ns, weight_gradient_bytes
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.hardware import Cluster
@@ -75,7 +75,23 @@ class Job:
         """Time of the optimizer's step on a rank with so many parameters."""
         if self.cluster is None:
             return 0
-        return step_ns(parameters, self.model, self.parallel, self.cluster, self.optimizer)
+        layers = -(-self.model.num_layers // self.parallel.pp)
+        return step_ns(
+            parameters,
+            self.model,
+            self.parallel,
+            self.cluster,
+            self.optimizer,
+            forward_ns=layers * self.costs.layer.layer_forward_ns,
+            backward_ns=layers * self.costs.layer.layer_backward_ns,
+        )
+
+    def host_costs(self) -> CostTable | None:
+        """What the host needs for the same; None where the cluster says nothing of it."""
+        if self.cluster is None or self.cluster.host is None:
+            return None
+        kind = kind_of(self.model)
+        return host_costs(kind, self.model, self.parallel, self.batch, self.cluster.host)
 
 
 def make_job(
@@ -106,7 +122,8 @@ def make_job(
     if costs is None:
         if cluster is None:
             raise ConfigError("--cluster is missing; --cluster a100-40g-nvlink works, or --profile FILE")
-        costs = estimate_costs(model, parallel, batch, cluster)
+        fused = (optimizer or Optimizer()).gradient_accumulation_fusion
+        costs = estimate_costs(model, parallel, batch, cluster, fused=fused)
     elif costs.graph and costs.graph != graph.fingerprint():
         different = differing(costs.job, layer_facts(model, parallel, batch)) if costs.job else ""
         raise ConfigError(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_lynx.cli.job import fraction
 from megatron_lynx.cli.report import console, progress
+from megatron_lynx.cli.truth import measured
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.reproduction.document import document, images
 from megatron_lynx.reproduction.overlap import Result, from_json, measure, settings, to_json
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
                 _write(record, to_json(tuple(known.values())))
             results.append(known[setting])
     _write(record, to_json(results))
-    _write(output, document(timings, results))
+    _write(output, document(timings, results, measured()))
     for name, text in images(timings, results).items():
         _write(output.parent / "images" / name, text)
     console().print(f"written: {output}, {record} and {output.parent / 'images'}", markup=False)

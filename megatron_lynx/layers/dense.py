@@ -224,7 +224,10 @@ def work(model: Model, parallel: Parallel, batch: Batch, graph: LayerGraph) -> L
             "activation": _activation_forward(model, z),
         },
         dgrad={
-            **{name: (Kernel.product(z.tokens, outer, inner, e),) for name, (inner, outer) in linears},
+            **{
+                name: (Kernel.product(z.tokens, outer, inner, e), *_bias_gradient(model, z, outer))
+                for name, (inner, outer) in linears
+            },
             **_backward_elementwise(z),
             "qkv_split": split or (Kernel(0, 2 * z.qkv),),
             "core_attention": _attention_backward(model, batch, z),
@@ -233,6 +236,11 @@ def work(model: Model, parallel: Parallel, batch: Batch, graph: LayerGraph) -> L
         },
         wgrad={n: (Kernel.weight_gradient(z.tokens, inner, outer, e),) for n, (inner, outer) in linears},
     )
+
+
+def _bias_gradient(model: Model, z: Sizes, outer: int) -> tuple[Kernel, ...]:
+    """The gradient of a bias is the sum of the output's gradient over all tokens."""
+    return (Kernel(0, z.tokens * outer * model.dtype_bytes),) if model.add_bias_linear else ()
 
 
 def _forward_elementwise(z: Sizes) -> dict[str, tuple[Kernel, ...]]:

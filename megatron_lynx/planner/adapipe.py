@@ -1,8 +1,8 @@
 """AdaPipe-like: a knapsack of units per stage, without overlap (ASPLOS 2024, 10.1145/3620666.3651359).
 
-A unit is a region with what it reads and no backward saves; a unit is either saved or recomputed, in
-any number of a stage's layers. What ends in a collective is always saved, as AdaPipe saves the outputs
-of attention and MLP. As there, memory is what is saved, once per microbatch in flight, plus a buffer
+A unit is a region with what it alone reads and no backward saves; a unit is either saved or recomputed,
+in any number of a stage's layers. What ends in a collective is always saved, as AdaPipe saves the outputs
+of attention and MLP; a unit that reads it, or what another unit makes, finds it kept or recomputed first. As there, memory is what is saved, once per microbatch in flight, plus a buffer
 for recomputing one whole layer: the knapsack sees no more of the backward pass than that. The other
 half of AdaPipe, the balance of stages, is the partitioner's.
 """
@@ -40,8 +40,14 @@ def adapipe(problem: StageProblem, options: SolveOptions) -> Answer:
     least = pricer.price(_plan(problem, units, [0] * len(units))).peak_bytes
     if least > problem.budget_bytes:
         raise infeasible(problem, "adapipe", min(least, most))
-    saved = _knapsack(problem, units, options, problem.budget_bytes - least)
-    return Answer(plan=_plan(problem, units, saved), status="heuristic")
+    room = problem.budget_bytes - least
+    while room > 0:
+        found = _plan(problem, units, _knapsack(problem, units, options, room))
+        over = pricer.price(found).peak_bytes - problem.budget_bytes
+        if over <= 0:
+            return Answer(plan=found, status="heuristic")
+        room -= over  # saved units take more in a layer's own backward than the knapsack sees
+    return Answer(plan=_plan(problem, units, [0] * len(units)), status="heuristic")
 
 
 def _units(problem: StageProblem) -> tuple[Unit, ...]:
@@ -59,10 +65,11 @@ def _units(problem: StageProblem) -> tuple[Unit, ...]:
         while queue:
             for source in graph.inputs_of(queue.pop()):
                 plain = not any(s.saved_by for s in graph.produced_by(source))
-                if source in names and plain and source not in group:
+                own = plain and source not in taken and not graph.region(source).communicates
+                if source in names and own and source not in group:
                     group.append(source)
                     queue.append(source)
-        if any(graph.region(n).communicates or n in taken for n in group):
+        if graph.region(name).communicates or name in taken:
             continue
         taken |= set(group)
         cost = sum(problem.demand_ns(n) for n in group)

@@ -16,13 +16,15 @@ from megatron_lynx.reproduction.text_times import (
     steps_text,
     verdict,
 )
+from megatron_lynx.reproduction.text_truth import truth_text
+from megatron_lynx.reproduction.truth import Compared
 
-HEAD = """# Reproduction of two papers
+HEAD = """# Reproduction of two papers, and of what GPUs measured
 
 Written by `lynx reproduce`; do not edit. Bytes and FLOPs are exact; all times are **predicted** from
-estimated costs and a simulated schedule, none is measured here. The first part holds the planner's
-memory and time models against arXiv 2205.05198, the second the planners against the claims of
-arXiv 2406.08756. Results of the second part are kept in `reproduction.json`, which
+estimated costs and a simulated schedule, none is measured here. The first part holds the memory and time
+models against public measurements, the second against arXiv 2205.05198, the third the planners against
+the claims of arXiv 2406.08756. Results of the third part are kept in `reproduction.json`, which
 `lynx reproduce --reuse` takes instead of planning again.
 """
 
@@ -45,9 +47,9 @@ def megatron_text(timings: Timings) -> str:
     )
 
 
-def document(timings: Timings, results: Sequence[Result]) -> str:
+def document(timings: Timings, results: Sequence[Result], rows: Sequence[Compared]) -> str:
     """The document."""
-    return "\n".join([HEAD, megatron_text(timings), lynx_text(results)])
+    return "\n".join([HEAD, truth_text(rows), megatron_text(timings), lynx_text(results)])
 
 
 def images(timings: Timings, results: Sequence[Result]) -> dict[str, str]:

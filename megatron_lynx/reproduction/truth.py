@@ -175,7 +175,7 @@ def compare_case(case: Case, job: Job) -> Compared:
             BETWEEN: own.between_steps_bytes - skipped,
             STEP: planned.iteration_ns,
         },
-        host_bound=_host_bound(planned),
+        host_bound=planned.host_bound,
     )
 
 
@@ -184,10 +184,6 @@ def _not_yet(planned: Planned, stage: int) -> int:
     head of the only microbatch: no product has run there."""
     first = planned.job.microbatches == 1 and planned.stages[stage].report.peak_point == "forward"
     return MATMUL_WORKSPACE if first else 0
-
-
-def _host_bound(planned: Planned) -> bool:
-    return False
 
 
 def compare_all(cases: Iterable[Case], job_of: Callable[[Case], Job]) -> tuple[Compared, ...]:

@@ -95,6 +95,8 @@ class Bench:
         self._searching_s = 0.0 if deadline is None else self.left_s()
         self._scores: dict[tuple[int, ...], int] = {}
         self._plans: dict[Key, PlannedStage | InfeasibleError] = {}
+        self.chosen: dict[str, list[Split]] = {}
+        """By planner, the splits that a search has found for it."""
         self._times: dict[int, tuple[PlannedStage, SimStage]] = {}
         self._free: dict[tuple[int, tuple[int, ...]], SimStage] = {}
         self._ranks: dict[tuple[int, tuple[int, ...]], tuple[RankTimes, int]] = {}
@@ -161,7 +163,8 @@ class Bench:
         """The plans of all stages of a split that make the simulated step shortest.
 
         For ``opt`` the choice includes what ``heu`` and ``checkmate`` plan, so it is never worse; it
-        plans within the windows first, and from there with leave to overrun them.
+        plans within the windows first, and from there with leave to overrun them. ``heu`` takes what
+        ``checkmate`` has planned already, if it has: that costs no solving.
         ``rounds`` is how often stalls are taken from the plans made for the stalls before; with one
         round stalls are not filled either.
 
@@ -173,6 +176,8 @@ class Bench:
         pools, started = self._pools(), time.monotonic()
         limit = min(self.time_limit_s, self.left_s()) / 3
         errors = self._settle(pools, split, "heu" if planner == "opt" else planner, rounds)
+        if planner == "heu":
+            self._add_known(pools, split, "checkmate")
         if planner != "opt":
             return self._finish(pools, errors) if rounds > 1 else self._pick(pools, errors)
         quick = [self._finish(pools)] if all(pools) else []
@@ -194,6 +199,13 @@ class Bench:
     def late(self) -> bool:
         """Whether searches should end with what they have: half of the time is for what follows them."""
         return self.left_s() < self._searching_s / 2
+
+    def _add_known(self, pools: Pools, split: Split, planner: str) -> None:
+        """Add to each stage's pool the plan that ``planner`` made before."""
+        for stage, pool in enumerate(pools):
+            known = self._plans.get((stage, self.layers(split, stage), 0, planner, False))
+            if isinstance(known, PlannedStage) and all(known is not other for other in pool):
+                pool.append(known)
 
     def _without_inputs(
         self, pools: Pools, split: Split, errors: Sequence[InfeasibleError]
@@ -370,6 +382,15 @@ class Bench:
         job = self.job
         counts = [job.footprint(s.plan.stage, len(s.plan.layers)).parameters for s in stages]
         return self.score(stages) + job.step_ns(max(counts))
+
+    def host_ns(self, stages: Sequence[PlannedStage]) -> int:
+        """What the hosts need for a step; 0 where nothing is known of them."""
+        job, table = self.job, self.job.host_costs()
+        if table is None or job.cluster is None or job.cluster.host is None:
+            return 0
+        walks = [sim_stage(s.plan, s.graph, table, job.parallel, job.microbatches) for s in stages]
+        ran = iteration_ns(walks, job.parallel, job.microbatches, table.p2p_ns)
+        return ran + job.cluster.host.step_ns
 
     def placed(self, split: Split, stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
         """The same plans with the layers' global numbers."""

@@ -89,7 +89,8 @@ class Planned:
     """A planned job: the plan, and what each stage's planner reported.
 
     ``simulated_ns`` is from the first forward to the last backward; ``iteration_ns`` adds the
-    optimizer's step.
+    optimizer's step. ``host_bound`` says that the device waits for the host, and ``iteration_ns`` is
+    what that takes.
     """
 
     job: Job
@@ -97,6 +98,7 @@ class Planned:
     stages: tuple[PlannedStage, ...]
     simulated_ns: int
     iteration_ns: int
+    host_bound: bool = False
 
     def timeline(self) -> Timeline:
         """Simulate the step in full."""
@@ -176,6 +178,7 @@ def _assemble(bench: Bench, planner: str, split: Split) -> Planned:
     layout = job.layout
     if split != given_split(job) or (layout is None and len(set(split)) > 1):
         layout = str(Layout.from_counts(split, job.parallel.pp))
+    device_ns, host_ns = bench.iteration(local), bench.host_ns(local)
     whole = Plan(
         planner=planner,
         fingerprint=fingerprint(job.model, job.parallel, job.batch, job.graph),
@@ -188,7 +191,8 @@ def _assemble(bench: Bench, planner: str, split: Split) -> Planned:
         plan=whole,
         stages=stages,
         simulated_ns=bench.score(local),
-        iteration_ns=bench.iteration(local),
+        iteration_ns=max(device_ns, host_ns),
+        host_bound=host_ns > device_ns,
     )
 
 
@@ -242,13 +246,17 @@ def _plan(bench: Bench, planner: str, partition: str) -> Planned:
     if planner == "opt" and partition == "search":
         with suppress(InfeasibleError):
             splits.append(searched(bench, "checkmate", partition))
-    found = []
+    if planner == "heu":
+        splits += bench.chosen.get("checkmate", ())
+    found, errors = list[Planned](), list[InfeasibleError]()
     for split in dict.fromkeys((*splits, given)):
         try:
             found.append(_assemble(bench, planner, split))
-        except InfeasibleError:
-            if split != given:
-                raise
+        except InfeasibleError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    bench.chosen.setdefault(planner, []).extend(splits)
     return min(found, key=lambda planned: planned.iteration_ns)
 
 

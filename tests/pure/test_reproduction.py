@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_lynx.cli.main import main
+from megatron_lynx.cli.truth import measured
 from megatron_lynx.reproduction.activations import (
     CONFIGURATIONS,
     EXTRAS,
@@ -38,6 +39,7 @@ from megatron_lynx.reproduction.overlap import (
 from megatron_lynx.reproduction.published import MODEL_ROWS, TABLE_4
 from megatron_lynx.reproduction.text_memory import SHAPES, shape
 from megatron_lynx.reproduction.text_times import REASONS, Timings
+from megatron_lynx.reproduction.text_truth import truth_text
 from megatron_lynx.reproduction.timing import (
     TOLERANCE,
     calibrate,
@@ -160,6 +162,7 @@ def test_times_are_within_ten_percent(timings: Timings) -> None:
 def test_the_document_is_what_the_command_writes(timings: Timings, results: tuple[Result, ...]) -> None:
     """If this fails: `lynx reproduce` writes it anew, with --reuse if only texts or times changed."""
     written = (DOCS / "reproduction.md").read_text("utf-8")
+    assert truth_text(measured()) in written
     assert megatron_text(timings) in written
     assert written == document(timings, results)
     for name, text in images(timings, results).items():
