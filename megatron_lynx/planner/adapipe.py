@@ -2,9 +2,10 @@
 
 A unit is a region with what it alone reads and no backward saves; a unit is either saved or recomputed,
 in any number of a stage's layers. What ends in a collective is always saved, as AdaPipe saves the outputs
-of attention and MLP; a unit that reads it, or what another unit makes, finds it kept or recomputed first. As there, memory is what is saved, once per microbatch in flight, plus a buffer
-for recomputing one whole layer: the knapsack sees no more of the backward pass than that. The other
-half of AdaPipe, the balance of stages, is the partitioner's.
+of attention and MLP; a unit that reads it, or what another unit makes, finds it kept or recomputed first.
+As there, memory is what is saved, once per microbatch in flight, plus a buffer for recomputing one whole
+layer: the knapsack sees no more of the backward pass than that. The other half of AdaPipe, the balance of
+stages, is the partitioner's.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def adapipe(problem: StageProblem, options: SolveOptions) -> Answer:
     most = pricer.price(plain).peak_bytes
     if most <= problem.budget_bytes:
         return Answer(plan=plain, status="heuristic")
-    units = _units(problem)
+    units = adapipe_units(problem)
     least = pricer.price(_plan(problem, units, [0] * len(units))).peak_bytes
     if least > problem.budget_bytes:
         raise infeasible(problem, "adapipe", min(least, most))
@@ -50,7 +51,7 @@ def adapipe(problem: StageProblem, options: SolveOptions) -> Answer:
     return Answer(plan=_plan(problem, units, [0] * len(units)), status="heuristic")
 
 
-def _units(problem: StageProblem) -> tuple[Unit, ...]:
+def adapipe_units(problem: StageProblem) -> tuple[Unit, ...]:
     """Units of one layer, in forward order."""
     graph, names = problem.graph, candidates(problem.graph)
     found, taken = [], set[str]()

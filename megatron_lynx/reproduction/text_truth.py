@@ -32,8 +32,8 @@ def truth_text(rows: Sequence[Compared]) -> str:
             ),
             bullets(*_worst(rows)),
             prose(
-                "A step is *host-bound* where the process that launches kernels needs longer than the device:",
-                "then that is its time. What a host needs for a kernel, for a wait and for a step is one set",
+                "A step is *host-bound* where the process that launches kernels needs longer than the",
+                "device: then that is its time. What a host needs for a kernel, a wait and a step is one set",
                 "of figures for each kind of machine, fitted to all its host-bound rows together, so those",
                 "rows show the spread of real runs, which are up to 40 % apart for one test.",
             ),

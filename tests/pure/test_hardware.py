@@ -24,6 +24,7 @@ def toy_file() -> dict[str, Any]:
 
 def test_the_named_clusters_exist() -> None:
     named = {"a100-40g-nvlink", "a100-40g-pcie", "a100-80g-nvlink", "h100-nvlink", "h200-nvlink", "toy"}
+    named |= {"b200-nvlink", "gb200-nvl72"}
     assert named <= set(MEASURED)
 
 
@@ -36,6 +37,7 @@ def test_every_figure_of_a_preset_has_a_source(name: str) -> None:
     data, _ = read_toml("clusters", name)
     sections = {"device": data["device"], "cluster": data["cluster"]}
     sections |= {f"links.{key}": table for key, table in data["links"].items()}
+    sections |= {"host": data["host"]} if "host" in data else {}
     figures = {f"{s}.{key}" for s, table in sections.items() for key in table if key != "name"}
     assert figures == set(cluster.sources)
     assert all(cluster.sources.values())

@@ -72,7 +72,7 @@ def test_what_cannot_be_read_is_named(capsys: Captured, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no table"):
         read_cases(tmp_path)
     (tmp_path / "x.tsv").write_text("case\treal_ms\nllama9_tp1\t5\n", "utf-8")
-    with pytest.raises(ConfigError, match="llama9_tp1.*cannot be read"):
+    with pytest.raises(ConfigError, match=r"llama9_tp1.*cannot be read"):
         read_cases(tmp_path)
 
 

@@ -200,6 +200,14 @@ def test_without_a_pipeline() -> None:
     assert planned.plan.stages[0].chunks == ((0, 1, 2, 3),)
 
 
+def test_heu_is_never_below_checkmate_in_a_comparison() -> None:
+    rows = compare(TIGHT, ("checkmate", "heu"), partitioned=("checkmate", "heu"))
+    checkmate, heu, moved, heu_moved = (row.iteration_ns for row in rows)
+    assert None not in (checkmate, heu, moved, heu_moved)
+    assert (heu or 0) <= (checkmate or 0)
+    assert (heu_moved or 0) <= (moved or 0)
+
+
 def test_layers_that_do_not_divide_need_a_layout() -> None:
     with pytest.raises(ConfigError, match=r"--pp 4 does not divide --num-layers 10 .* --pp 2 works"):
         job(layers=10)
