@@ -22,7 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, predict, print."""
-    console().print(table(measured(args.folder)))
+    for line in lines(measured(args.folder)):
+        print(line)
     return 0
 
 
@@ -45,19 +46,17 @@ def job_of(case: Case) -> Job:
         return choices_from(args).job
 
 
-def table(rows: tuple[Compared, ...]) -> Grid:
-    """One line for each figure of each row."""
-    found = Grid()
-    found.add_column("run", "predicted", "measured", "error")
+def lines(rows: tuple[Compared, ...]) -> list[str]:
+    """For each run a line of its own, and one for each figure: at most 80 columns, names apart."""
+    found = [f"{'':<30}{'predicted':>15}{'measured':>15}{'error':>9}"]
     for row in rows:
-        found.add_row(f"{row.case.name} on {row.case.cluster}")
+        found.append(f"{row.case.name} on {row.case.cluster}")
         for figure in FIGURES:
             error = row.error(figure)
             if error is None:
                 continue
             show = format_ns if figure == STEP else format_bytes
             label = f"  {figure}" + (", host-bound" if figure == STEP and row.host_bound else "")
-            found.add_row(
-                label, show(row.predicted[figure]), show(row.case.measured[figure]), f"{error:+.1%}"
-            )
+            values = [show(row.predicted[figure]), show(row.case.measured[figure])]
+            found.append(f"{label:<30}{values[0]:>15}{values[1]:>15}{error:>+9.1%}")
     return found
