@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.status import Status
 from rich.text import Text
 
+from megatron_lynx.footprint import RESERVED
 from megatron_lynx.job import Job
 from megatron_lynx.planner.baselines import modules_of
 from megatron_lynx.search.advice import best_change, breakdown
@@ -174,6 +175,7 @@ def summary(job: Job, row: Row) -> str:
     return (
         f"step {format_ns(row.iteration_ns)}: {row.tokens_per_second / gpus(job):,.0f} tokens/s and "
         f"{row.tflops_per_gpu:.0f} TFLOP/s per GPU{share}"
+        + (", host-bound: devices wait for the processes that launch kernels" if row.host_bound else "")
     )
 
 
@@ -256,7 +258,8 @@ def verdict(job: Job, rows: Sequence[Row]) -> list[str]:
     lines.append(summary(job, best))
     peaks = " ".join(gib(stage.peak_bytes) for stage in best.stages)
     layers = " ".join(str(len(stage.layers)) for stage in best.stages)
-    lines.append(f"peak of each stage: {peaks} GiB; layers: {layers}")
+    reserved = gib(round(RESERVED * max(stage.peak_bytes for stage in best.stages)))
+    lines.append(f"peak of each stage: {peaks} GiB allocated (up to {reserved} reserved); layers: {layers}")
     lines.append("checkmate is the optimum without overlap, moving layers where the method does.")
     return lines
 

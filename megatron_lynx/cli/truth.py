@@ -8,7 +8,6 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from megatron_lynx.cli.job import choices_from
-from megatron_lynx.cli.report import Grid, console
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.reproduction.truth import FIGURES, STEP, Case, Compared, compare_all, read_cases
 from megatron_lynx.search.workflow import Job

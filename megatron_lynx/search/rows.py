@@ -48,7 +48,8 @@ class Row:
     that ``--planner`` takes. Without ``fits``, ``reason`` says why, ``stage`` lacks most, ``needed_bytes``
     is the memory of a device with which it would fit, and the times are None.
     ``tflops_per_gpu`` counts what the model needs, not what is recomputed; ``mfu`` is its share of the
-    device's peak, None where the device is not known.
+    device's peak, None where the device is not known. ``host_bound``: the step waits for the process that
+    launches kernels.
     """
 
     method: str
@@ -61,6 +62,7 @@ class Row:
     tokens_per_second: float | None = None
     tflops_per_gpu: float | None = None
     mfu: float | None = None
+    host_bound: bool = False
     layout: str | None = None
     stages: tuple[StageRow, ...] = ()
 

@@ -114,6 +114,7 @@ class Planned:
             tokens_per_second=self.job.tokens * 1e9 / self.iteration_ns,
             tflops_per_gpu=tflops_per_gpu(self.job, self.iteration_ns),
             mfu=mfu(self.job, self.iteration_ns),
+            host_bound=self.host_bound,
             layout=self.plan.layout,
             stages=tuple(_stage_row(self.job, stage) for stage in self.stages),
         )

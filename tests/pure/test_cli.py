@@ -42,6 +42,7 @@ ROW_FIELDS = {
     "tokens_per_second": float | None,
     "tflops_per_gpu": float | None,
     "mfu": float | None,
+    "host_bound": bool,
     "layout": str | None,
     "stages": list,
 }
