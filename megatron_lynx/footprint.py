@@ -30,7 +30,7 @@ INDEX = 8
 
 RESERVED = 1.07
 """What torch's allocator reserves for what is allocated at the peak: at most that in SimuMax's runs on
-B200 (``docs/b200/b200_release_v1.2_summary.json``: 1.02 to 1.07). A cluster's ``reserve_gib`` is kept free for it."""
+B200 (``docs/b200/b200_release_v1.2_summary.json``: 1.02 to 1.07). ``reserve_gib`` of a cluster is for it."""
 MATMUL_WORKSPACE = 32 * MIB
 """What cuBLAS keeps for each thread that calls it; a step has two, the forward's and autograd's. It is
 torch's default from Hopper on, and what ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` asks for on any device

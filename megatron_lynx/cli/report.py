@@ -174,8 +174,7 @@ def summary(job: Job, row: Row) -> str:
     share = "" if row.mfu is None else f", MFU {row.mfu:.1%}"
     return (
         f"step {format_ns(row.iteration_ns)}: {row.tokens_per_second / gpus(job):,.0f} tokens/s and "
-        f"{row.tflops_per_gpu:.0f} TFLOP/s per GPU{share}"
-        + (", host-bound: devices wait for the processes that launch kernels" if row.host_bound else "")
+        f"{row.tflops_per_gpu:.0f} TFLOP/s per GPU{share}" + (", host-bound" if row.host_bound else "")
     )
 
 
@@ -259,7 +258,8 @@ def verdict(job: Job, rows: Sequence[Row]) -> list[str]:
     peaks = " ".join(gib(stage.peak_bytes) for stage in best.stages)
     layers = " ".join(str(len(stage.layers)) for stage in best.stages)
     reserved = gib(round(RESERVED * max(stage.peak_bytes for stage in best.stages)))
-    lines.append(f"peak of each stage: {peaks} GiB allocated (up to {reserved} reserved); layers: {layers}")
+    lines.append(f"peak of each stage: {peaks} GiB; layers: {layers}")
+    lines.append(f"The allocator may reserve up to {reserved} GiB for the largest.")
     lines.append("checkmate is the optimum without overlap, moving layers where the method does.")
     return lines
 
