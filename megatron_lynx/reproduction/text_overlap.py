@@ -73,7 +73,6 @@ def assumptions() -> str:
                 "Microbatch: *light*, the smallest power of two with which something must be recomputed; "
                 "*tight*, the largest with which Megatron's full recomputation fits. Neither is chosen for "
                 "its result.",
-                "`gpt-23b` has 50 layers on 4 stages: 13 13 12 12 for every method without partitioner.",
                 "*full*: uniform groups, the smallest that fits; *block*: as few layers as fit, one "
                 "number for "
                 "all stages; *selective*: core attention; *checkmate*: the optimal choice of regions "
