@@ -26,8 +26,9 @@ from megatron_lynx.cli.report import console, print_notes, progress
 from megatron_lynx.cli.tune_page import tune_page
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.job import make_job
+from megatron_lynx.planner.baselines import modules_of
 from megatron_lynx.presets import load_cluster
-from megatron_lynx.search.found import WITH, WITHOUT, Found, Tuned, mfu, tokens_per_device, tuned_json
+from megatron_lynx.search.found import WITH, WITHOUT, Found, Tuned, tokens_per_device, tuned_json
 from megatron_lynx.search.space import SIZES, Question
 from megatron_lynx.search.tune import SIDES, Limits, tune
 from megatron_lynx.units import format_bytes, format_ns, parse_bytes, parse_ns
@@ -78,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
             break
     if len(tuned) > 1:
         console().print(_sweep(tuned))
-    _print_choice(tuned[0], args)
     if args.html:
         console().print(f"page written to {args.html}", markup=False)
+    _print_choice(tuned[0], args)
     return 0
 
 
@@ -213,7 +214,7 @@ def _table(tuned: Tuned, side: str, top: int) -> Table:
             str(one.config),
             format_ns(one.iteration_ns),
             f"{tokens_per_device(tuned.question, one.iteration_ns):,.0f}",
-            f"{mfu(tuned.question, one.iteration_ns):.1%}",
+            f"{one.row.mfu or 0:.1%}",
             format_bytes(peak),
             str(stage),
             one.row.method + (", exact" if one.exact else ""),
@@ -305,7 +306,7 @@ def recompute_flags(entry: Found) -> list[str]:
             *("--recompute-granularity", "full", "--recompute-method", method),
             *("--recompute-num-layers", number),
         ]
-    return ["--recompute-granularity", "selective"]
+    return ["--recompute-granularity", "selective", "--recompute-modules", *modules_of(entry.plan.planner)]
 
 
 def _print_choice(tuned: Tuned, args: argparse.Namespace) -> None:

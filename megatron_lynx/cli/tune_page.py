@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from megatron_lynx.cli.html import page
 from megatron_lynx.cli.html_data import Json
-from megatron_lynx.search.found import WITH, WITHOUT, Tuned, mfu, tokens_per_device
+from megatron_lynx.search.found import WITH, WITHOUT, Tuned, tokens_per_device
 
 SCRIPTS = ("format.js", "tune.js")
 SCHEMA = 1
@@ -37,7 +37,7 @@ def tune_data(tuned: Sequence[Tuned]) -> Json:
             "recomputed": entry.recomputed,
             "layout": entry.plan.layout,
             "tokens": tokens_per_device(one.question, entry.iteration_ns),
-            "mfu": mfu(one.question, entry.iteration_ns),
+            "mfu": entry.row.mfu or 0.0,
         }
         for one, budget in zip(tuned, budgets, strict=True)
         for side in (WITH, WITHOUT)

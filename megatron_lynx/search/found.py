@@ -153,25 +153,6 @@ def tokens_per_device(question: Question, iteration_ns: int) -> float:
     return question.global_batch_size * question.seq_length * 1e9 / iteration_ns / question.devices
 
 
-def step_flops(question: Question) -> int:
-    """Model FLOPs of a step: three times those of the forward pass, 2 for each weight of a matrix and token,
-    and 4 h s per token and layer for attention, half of it because it is causal. Nothing that is
-    recomputed counts."""
-    model, tokens = question.model, question.global_batch_size * question.seq_length
-    h, d = model.hidden_size, model.head_size
-    width = (model.num_attention_heads + 2 * model.groups) * d + model.num_attention_heads * d
-    width += model.ffn * (3 if model.swiglu else 2)
-    attention = 4 * model.num_attention_heads * d * question.seq_length // 2
-    forward = model.num_layers * (2 * h * width + attention) + 2 * h * model.vocab_size
-    return 3 * tokens * forward
-
-
-def mfu(question: Question, iteration_ns: int) -> float:
-    """Share of all devices' peak rate that a step's model FLOPs are."""
-    peak = question.cluster.device.flops_per_second * question.devices
-    return step_flops(question) * 1e9 / iteration_ns / peak
-
-
 def entry_json(question: Question, entry: Found, shifts: Sequence[Shift] = ()) -> dict[str, Any]:
     """An entry as JSON values."""
     stage, peak = entry.fullest
@@ -182,7 +163,7 @@ def entry_json(question: Question, entry: Found, shifts: Sequence[Shift] = ()) -
         "exact": entry.exact,
         "floor_ns": entry.floor_ns,
         "tokens_per_second_per_device": tokens_per_device(question, entry.iteration_ns),
-        "mfu": mfu(question, entry.iteration_ns),
+        "mfu": entry.row.mfu,
         "peak_bytes": peak,
         "peak_stage": stage,
         "recomputed": entry.recomputed,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_lynx.layers import kind_of
-from megatron_lynx.planner.baselines import SELECTIVE
+from megatron_lynx.planner.baselines import module_sets, modules_of
 from megatron_lynx.search.extend import Costs
 from megatron_lynx.search.floors import may_fit, step_floor_ns
 from megatron_lynx.search.found import WITH, WITHOUT, Tuned
@@ -176,11 +176,11 @@ class _Search:
         layers, too), and those that rebuild something in every layer, if that leaves them a chance."""
         costs, best = self.costs.of(config)[0].layer, self.tuned.rank_ns(WITHOUT, 1)
         job = self.question.job(config, self.costs.of(config)[0])
-        module = kind_of(self.question.model).recompute_modules[SELECTIVE]
-        least = {
-            "selective": sum(costs.forward_ns.get(region, 0) for region in module),
-            "full-uniform": costs.layer_forward_ns,
-        }
+        modules = kind_of(self.question.model).recompute_modules
+        least = {"full-uniform": costs.layer_forward_ns}
+        for planner in ("selective", *module_sets(modules)):
+            regions = (region for module in modules_of(planner) for region in modules[module])
+            least[planner] = sum(costs.forward_ns.get(region, 0) for region in regions)
         others = [name for name, again in least.items() if step_floor_ns(job, again) < best]
         return ("full-block", *others)
 

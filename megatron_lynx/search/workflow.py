@@ -170,8 +170,6 @@ def _one_number(bench: Bench, method: str, split: Split) -> str:
 def _assemble(bench: Bench, planner: str, split: Split) -> Planned:
     """Plan every stage of a split and put the parts together."""
     job = bench.job
-    if planner == MODULES:
-        return _best_modules(bench, split)
     if planner in _ONE_NUMBER:
         planner = _one_number(bench, planner, split)
     local = bench.best(split, planner)
@@ -197,7 +195,7 @@ def _assemble(bench: Bench, planner: str, split: Split) -> Planned:
     )
 
 
-def _best_modules(bench: Bench, split: Split) -> Planned:
+def _best_modules(bench: Bench, partition: str) -> Planned:
     """The fastest combination of ``--recompute-modules`` that fits all stages.
 
     Raises:
@@ -206,7 +204,7 @@ def _best_modules(bench: Bench, split: Split) -> Planned:
     found, errors = [], []
     for planner in module_sets(kind_of(bench.job.model).recompute_modules):
         try:
-            found.append(_assemble(bench, planner, split))
+            found.append(_plan(bench, planner, partition))
         except InfeasibleError as error:
             errors.append(error)
     if errors and not found:
@@ -240,6 +238,8 @@ def plan_job(
 def _plan(bench: Bench, planner: str, partition: str) -> Planned:
     if partition not in PARTITIONS:
         raise ConfigError(f"--partition {partition!r} is unknown; {', '.join(PARTITIONS)} works")
+    if planner == MODULES:
+        return _best_modules(bench, partition)
     given = given_split(bench.job)
     if partition == "keep" or bench.job.parallel.pp == 1:
         return _assemble(bench, planner, given)

@@ -230,8 +230,8 @@ def test_the_command_prints_tables_a_page_a_plan_and_a_launch(
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "both tuned: " in out
-    assert "contention 20 % higher" in out
-    assert out.splitlines()[-2].startswith("torchrun --nproc-per-node 2 -m megatron_lynx.pretrain_gpt")
+    assert "when a figure of the cluster is off" in out
+    assert out.splitlines()[-1].startswith("torchrun --nproc-per-node 2 -m megatron_lynx.pretrain_gpt")
     assert len(parse_plan(plan.read_text("utf-8")).stages) == 1
     assert '"points":[' in page.read_text("utf-8")
 
