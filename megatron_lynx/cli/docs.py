@@ -15,6 +15,9 @@ from megatron_lynx.search.workflow import MEGATRON_METHODS, best_of, compare, re
 from megatron_lynx.spec import Batch, Parallel
 from megatron_lynx.units import format_bytes, format_ns
 
+TUNED = "## Tuned against tuned\n"
+"""Where the section of `lynx tune --docs` begins, the document's last."""
+
 CLUSTERS = ("a100-40g-nvlink", "a100-40g-pcie")
 
 
@@ -92,7 +95,9 @@ def write_comparison(path: str, settings: Sequence[Setting] = SETTINGS) -> None:
             parts.append(_overview(cluster, lines))
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text("\n".join([*parts, "## Every method\n", *details]), "utf-8")
+        old = Path(path).read_text("utf-8") if Path(path).exists() else ""
+        tuned = [TUNED + old.partition(TUNED)[2]] if TUNED in old else []  # `lynx tune --docs` writes it
+        Path(path).write_text("\n".join([*parts, "## Every method\n", *details, *tuned]), "utf-8")
     except OSError as error:
         raise ConfigError(
             f"--docs {path!r} cannot be written ({error}); --docs comparison.md works"

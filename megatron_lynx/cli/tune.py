@@ -23,6 +23,7 @@ from megatron_lynx.cli.html import write_text
 from megatron_lynx.cli.job import add_job_flags, read_profile, values_from, whole
 from megatron_lynx.cli.memory_flags import optimizer_from
 from megatron_lynx.cli.report import console, print_notes, progress
+from megatron_lynx.cli.tune_docs import EACH_S, write_tuned
 from megatron_lynx.cli.tune_page import tune_page
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.job import make_job
@@ -51,6 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="move layers and plan exactly for the first few alone"
     )
     group.add_argument("--jobs", type=whole, metavar="N", help="processes; default: one a core")
+    parser.add_argument("--docs", metavar="FILE", help="write the section of all presets into a document")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page: step against peak")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the chosen entry's plan")
@@ -59,6 +61,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search, print, write."""
+    if args.docs:
+        limit_s = _limit_s(args) if args.time_limit else EACH_S
+        write_tuned(args.docs, args.jobs or os.cpu_count() or 1, limit_s)
+        return 0
     questions, notes = _questions(args)
     print_notes(notes)
     limits = Limits(
