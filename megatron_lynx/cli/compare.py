@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
             job,
             switches=args.switches,
             time_limit_s=choices.time_limit_s,
+            deadline=choices.deadline,
             progress=lambda name: status.update(f"planning: {name}"),
         )
     if args.html:

@@ -7,6 +7,7 @@ from ``--run``, else from ``--model``, else from a default. Flags of the model c
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,7 +20,15 @@ from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.hardware import Cluster
 from megatron_lynx.presets import load_cluster, make_model, read_toml, usable_names
-from megatron_lynx.search.workflow import PARTITIONS, TIME_LIMIT_S, Job, make_job, planner_names
+from megatron_lynx.search.workflow import (
+    PARTITIONS,
+    TIME_LIMIT_S,
+    Job,
+    Planned,
+    make_job,
+    plan_job,
+    planner_names,
+)
 from megatron_lynx.spec import Batch, Model, Parallel
 from megatron_lynx.units import parse_bytes, parse_ns
 
@@ -91,7 +100,7 @@ def add_job_flags(parser: argparse.ArgumentParser, *, plans: bool = True) -> Non
     job.add_argument(
         "--layout", "--pipeline-model-parallel-layout", metavar="TEXT", help="'Et*6|(t*6|)*2t*6L'"
     )
-    job.add_argument("--time-limit", metavar="TIME", help="what opt may take for one split: 40s")
+    job.add_argument("--time-limit", metavar="TIME", help="what planning may take: 40s")
     if plans:
         job.add_argument("--planner", choices=planner_names(), help="default: opt")
         job.add_argument("--partition", choices=PARTITIONS, help="default: keep")
@@ -121,15 +130,17 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
 class Choices:
     """A job and how to plan it, as the flags say.
 
-    ``job`` is checked; ``planner`` and ``partition`` are names; ``time_limit_s`` is for ``opt``;
-    ``notes`` are lines for people: flags that were ignored, values that were assumed. ``refused`` are flags
-    of the launch that are not planned, and that ``--ignore`` left out.
+    ``job`` is checked; ``planner`` and ``partition`` are names; ``time_limit_s`` is for ``opt``, and
+    ``deadline`` is when a limit that was given ends (``time.monotonic``); ``notes`` are lines for people:
+    flags that were ignored, values that were assumed. ``refused`` are flags of the launch that are not
+    planned, and that ``--ignore`` left out.
     """
 
     job: Job
     planner: str
     partition: str
     time_limit_s: float
+    deadline: float | None
     notes: tuple[str, ...]
     refused: tuple[str, ...] = ()
 
@@ -156,8 +167,24 @@ def choices_from(args: argparse.Namespace, *, check_split: bool = True) -> Choic
         planner=values["planner"],
         partition=values["partition"],
         time_limit_s=parse_ns(limit, "--time-limit") / 1e9 if limit else TIME_LIMIT_S,
+        deadline=time.monotonic() + parse_ns(limit, "--time-limit") / 1e9 if limit else None,
         notes=tuple(notes),
         refused=script.left_out if script else (),
+    )
+
+
+def planned_by(choices: Choices) -> Planned:
+    """The job planned as the flags say.
+
+    Raises:
+        InfeasibleError: no plan fits.
+    """
+    return plan_job(
+        choices.job,
+        choices.planner,
+        choices.partition,
+        time_limit_s=choices.time_limit_s,
+        deadline=choices.deadline,
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_lynx.cli.job import add_job_flags, choices_from
+from megatron_lynx.cli.job import add_job_flags, choices_from, planned_by
 from megatron_lynx.cli.report import (
     console,
     job_line,
@@ -20,7 +20,7 @@ from megatron_lynx.cli.report import (
 from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.search.advice import advice
 from megatron_lynx.search.rows import compare_json
-from megatron_lynx.search.workflow import Planned, plan_job
+from megatron_lynx.search.workflow import Planned
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     print_notes(choices.notes)
     with progress(f"planning with {choices.planner}"):
         try:
-            planned = plan_job(job, choices.planner, choices.partition, time_limit_s=choices.time_limit_s)
+            planned = planned_by(choices)
         except InfeasibleError as error:
             error.args = (f"{error}; {advice(job)}",)
             raise

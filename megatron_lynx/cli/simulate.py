@@ -9,13 +9,13 @@ from pathlib import Path
 
 from megatron_lynx.cli.explain import check_fits, read_plan
 from megatron_lynx.cli.html import plan_page, write_page
-from megatron_lynx.cli.job import Choices, add_job_flags, choices_from
+from megatron_lynx.cli.job import Choices, add_job_flags, choices_from, planned_by
 from megatron_lynx.cli.report import Grid, console, job_line, print_notes, progress
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.job import Job
 from megatron_lynx.plan import Plan
 from megatron_lynx.search.rows import job_facts
-from megatron_lynx.search.workflow import plan_job, timeline_of
+from megatron_lynx.search.workflow import timeline_of
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.simulator.memory import peak
 from megatron_lynx.simulator.timeline import Timeline
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     job = choices.job
     with progress("planning and simulating"):
         if plan is None:
-            plan = plan_job(job, choices.planner, choices.partition, time_limit_s=choices.time_limit_s).plan
+            plan = planned_by(choices).plan
         timeline = timeline_of(job, plan)
     if args.trace:
         write_trace(timeline, job, plan, args.trace)

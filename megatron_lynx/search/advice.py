@@ -9,7 +9,7 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.planner.result import SolveOptions
 from megatron_lynx.search.splits import given_split
-from megatron_lynx.search.stages import Bench
+from megatron_lynx.search.stages import StagePlans
 from megatron_lynx.spec import Batch, Optimizer, Parallel
 
 LEAST = "full-uniform-1"
@@ -73,7 +73,7 @@ def advice(job: Job) -> str:
 def _needed(job: Job) -> list[int]:
     """The least memory of each stage with full recomputation."""
     split, pp = given_split(job), job.parallel.pp
-    bench = Bench(job, SolveOptions(), 1.0)
+    bench = StagePlans(job, SolveOptions(), 1.0)
     return [bench.needed(rank, tuple(split[rank::pp]), LEAST) for rank in range(pp)]
 
 

@@ -1,6 +1,6 @@
 """Which layers go to which stage: the job's own layout, or what the partitioner finds.
 
-Composes ``partition``, which knows neither planners nor the simulator, with ``Bench``.
+Composes ``partition``, which knows neither planners nor the simulator, with ``StagePlans``.
 """
 
 from __future__ import annotations
@@ -10,53 +10,53 @@ from megatron_lynx.job import Job
 from megatron_lynx.partition.balance import Evaluations, Partition, even, greedy, search
 from megatron_lynx.partition.layout import parse_layout
 from megatron_lynx.partition.seeds import bottleneck
-from megatron_lynx.search.stages import Bench, Split, does_not_fit
+from megatron_lynx.search.stages import Split, StagePlans, does_not_fit
 
 
-def searched(bench: Bench, planner: str, partition: str) -> Split:
+def searched(plans: StagePlans, planner: str, partition: str) -> Split:
     """The split that ``partition`` finds for a planner; for ``opt``, by way of ``heu``.
 
     Raises:
         InfeasibleError: no split fits (``greedy``: the one it starts from does not).
     """
-    job, pp = bench.job, bench.job.parallel.pp
+    job, pp = plans.job, plans.job.parallel.pp
     quick = "heu" if planner in ("opt", "mixed") else planner
     start = Partition(pp=pp, layers=given_split(job))
-    stalls = bench.free_stalls(start.layers)
+    stalls = plans.free_stalls(start.layers)
     evaluations = Evaluations(
-        plan_stage=lambda rank, layers: bench.stage(rank, layers, quick, stalls[rank]),
-        score=bench.iteration,
-        period=lambda stage: bench.times(stage).period_ns,
-        whole=lambda split: bench.best(split.layers, quick, rounds=1),
-        floor=lambda split: bench.floor(split.layers),
-        hurry=bench.late,
+        plan_stage=lambda rank, layers: plans.stage(rank, layers, quick, stalls[rank]),
+        score=plans.iteration,
+        period=lambda stage: plans.times(stage).period_ns,
+        whole=lambda split: plans.best(split.layers, quick, rounds=1),
+        floor=lambda split: plans.floor(split.layers),
+        hurry=plans.late,
     )
     if partition == "greedy":
         return greedy(start, evaluations).partition.layers
     try:
         found = search(job.model.num_layers, pp, job.parallel.vpp, evaluations, job.microbatches)
     except InfeasibleError as error:
-        return _roomiest(bench, planner, quick, error)
+        return _roomiest(plans, planner, quick, error)
     return found.partition.layers
 
 
-def _roomiest(bench: Bench, planner: str, quick: str, error: InfeasibleError) -> Split:
+def _roomiest(plans: StagePlans, planner: str, quick: str, error: InfeasibleError) -> Split:
     """When ``quick`` finds no split: the one that needs least memory, if ``planner`` fits it.
 
     Raises:
         InfeasibleError: it does not; says which memory and which split would. With several chunks
             per rank the splits are too many, and ``error`` is raised.
     """
-    job, pp, total = bench.job, bench.job.parallel.pp, bench.job.model.num_layers
+    job, pp, total = plans.job, plans.job.parallel.pp, plans.job.model.num_layers
     if job.parallel.vpp > 1:
         raise error
-    needed = [{n: bench.needed(rank, (n,), quick) for n in range(1, total - pp + 2)} for rank in range(pp)]
+    needed = [{n: plans.needed(rank, (n,), quick) for n in range(1, total - pp + 2)} for rank in range(pp)]
     split = bottleneck(needed, total)
     if split is None:
         raise error
     own = needed
     if planner != quick:
-        own = [{n: bench.needed(rank, (n,), planner)} for rank, n in enumerate(split)]
+        own = [{n: plans.needed(rank, (n,), planner)} for rank, n in enumerate(split)]
     stage = max(range(pp), key=lambda rank: own[rank][split[rank]])
     if own[stage][split[stage]] <= job.memory_bytes:
         return split

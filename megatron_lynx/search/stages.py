@@ -1,4 +1,4 @@
-"""Bench: plans and scores the stages of one job; where planners meet the simulator.
+"""StagePlans: plans and scores the stages of one job; where planners meet the simulator.
 
 A stage's problem is made here: its windows (collectives from the costs, stalls from a simulation
 without recomputation) and its budget (the device's memory less what is static).
@@ -75,7 +75,7 @@ Key = tuple[int, tuple[int, ...], int, str, bool]
 """Stage, layers of each chunk, length of the stall, planner, whether work may overrun a window."""
 
 
-class Bench:
+class StagePlans:
     """Plans stages of one job, and remembers what it planned.
 
     Stages with the same number of layers in each chunk differ only in the names of their layers,
@@ -92,7 +92,8 @@ class Bench:
         self, job: Job, options: SolveOptions, time_limit_s: float, deadline: float | None = None
     ) -> None:
         self.job, self.options, self.time_limit_s, self.deadline = job, options, time_limit_s, deadline
-        self._searching_s = 0.0 if deadline is None else self.left_s()
+        self._searching_s = 0.0
+        self.end_by(deadline)
         self._scores: dict[tuple[int, ...], int] = {}
         self._plans: dict[Key, PlannedStage | InfeasibleError] = {}
         self.chosen: dict[str, list[Split]] = {}
@@ -137,7 +138,8 @@ class Bench:
         if soft and isinstance(hard, PlannedStage):
             options = replace(options, start=hard.plan)
         if limit_s is not None:
-            options = replace(options, time_limit_s=min(options.time_limit_s, max(0.5, limit_s)))
+            least = 0.5 if self.deadline is None else 0.05
+            options = replace(options, time_limit_s=min(options.time_limit_s, max(least, limit_s)))
         static = self.job.memory_bytes - problem.budget_bytes
         try:
             planned = planners.plan(problem, planner, options)
@@ -191,6 +193,11 @@ class Bench:
         if best is not None and self.options.soft:
             self._offer(pools, split, "opt", best, soft=True, deadline=started + 3 * limit)
         return self._finish(pools, self._without_inputs(pools, split, errors), *quick)
+
+    def end_by(self, deadline: float | None) -> None:
+        """What is planned from now on should be ready by then (``time.monotonic``)."""
+        self.deadline = deadline
+        self._searching_s = 0.0 if deadline is None else self.left_s()
 
     def left_s(self) -> float:
         """Time until the deadline, without end if there is none."""
@@ -345,7 +352,7 @@ class Bench:
         """The smallest memory of a device with which some plan of ``planner`` fits."""
         small = replace(self.job, memory_bytes=1)
         key = (stage, layers, 0, planner, False)
-        found = Bench(small, self.options, self.time_limit_s)._solve(key, None)
+        found = StagePlans(small, self.options, self.time_limit_s)._solve(key, None)
         assert isinstance(found, InfeasibleError)
         return found.needed_bytes
 

@@ -8,6 +8,7 @@ static memory leaves; simulate the whole step.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from megatron_lynx.schedule import in_flight
 from megatron_lynx.search.check import check_plan
 from megatron_lynx.search.rows import Row, StageRow
 from megatron_lynx.search.splits import given_split, searched
-from megatron_lynx.search.stages import Bench, Split
+from megatron_lynx.search.stages import Split, StagePlans
 from megatron_lynx.search.throughput import mfu, tflops_per_gpu
 from megatron_lynx.simulator.engine import SimJob, iteration_ns, sim_stage, simulate
 from megatron_lynx.simulator.ledger import GraphIndex
@@ -146,7 +147,7 @@ def _stage_row(job: Job, planned: PlannedStage) -> StageRow:
     )
 
 
-def _one_number(bench: Bench, method: str, split: Split) -> str:
+def _one_number(bench: StagePlans, method: str, split: Split) -> str:
     """Megatron's full recomputation has one number for all stages: the smallest that fits them all.
 
     Each stage alone would do with its own; the largest of those is where the search begins.
@@ -167,7 +168,7 @@ def _one_number(bench: Bench, method: str, split: Split) -> str:
         return f"{method}-{number}"
 
 
-def _assemble(bench: Bench, planner: str, split: Split) -> Planned:
+def _assemble(bench: StagePlans, planner: str, split: Split) -> Planned:
     """Plan every stage of a split and put the parts together."""
     job = bench.job
     if planner in _ONE_NUMBER:
@@ -195,7 +196,7 @@ def _assemble(bench: Bench, planner: str, split: Split) -> Planned:
     )
 
 
-def _best_modules(bench: Bench, partition: str) -> Planned:
+def _best_modules(bench: StagePlans, partition: str) -> Planned:
     """The fastest combination of ``--recompute-modules`` that fits all stages.
 
     Raises:
@@ -232,10 +233,10 @@ def plan_job(
         ConfigError: no planner or partition of that name, or a layout that is not this job's.
         InfeasibleError: no plan fits; names the stage and the smallest ``--budget`` that would.
     """
-    return _plan(Bench(job, options, time_limit_s, deadline), planner, partition)
+    return _plan(StagePlans(job, options, time_limit_s, deadline), planner, partition)
 
 
-def _plan(bench: Bench, planner: str, partition: str) -> Planned:
+def _plan(bench: StagePlans, planner: str, partition: str) -> Planned:
     if partition not in PARTITIONS:
         raise ConfigError(f"--partition {partition!r} is unknown; {', '.join(PARTITIONS)} works")
     if planner == MODULES:
@@ -350,23 +351,28 @@ def compare(
     switches: bool = False,
     time_limit_s: float = TIME_LIMIT_S,
     progress: Callable[[str], None] | None = None,
+    deadline: float | None = None,
 ) -> tuple[Row, ...]:
     """Every method on the job's own split, then those of ``partitioned`` with ``search``.
 
     ``modules`` gives a row for each combination of ``--recompute-modules``.
 
     A method that does not fit gives a row that says why. With ``switches``, rows of ``opt`` with
-    one kind of window switched off follow. ``progress`` is told what comes next.
+    one kind of window switched off follow. ``progress`` is told what comes next. The methods share the
+    time until ``deadline`` (``time.monotonic``).
     """
-    benches = {"": Bench(job, options, time_limit_s)}
+    benches = {"": StagePlans(job, options, time_limit_s)}
     sets = module_sets(kind_of(job.model).recompute_modules)
     chosen = [(own, "keep", "") for method in methods for own in (sets if method == MODULES else (method,))]
     chosen += [(method, "search", "") for method in partitioned]
     if switches:
-        benches |= {name: Bench(job, changed, time_limit_s) for name, changed in SWITCHES.items()}
+        benches |= {name: StagePlans(job, changed, time_limit_s) for name, changed in SWITCHES.items()}
         chosen += [("opt", "keep", name) for name in SWITCHES]
     rows = []
-    for method, partition, switch in chosen:
+    for number, (method, partition, switch) in enumerate(chosen):
+        if deadline is not None:
+            now = time.monotonic()
+            benches[switch].end_by(now + max(0.0, deadline - now) / (len(chosen) - number))
         suffix = f" {switch}" if switch else "" if partition == "keep" else f" + {partition}"
         if progress is not None:
             progress(method + suffix)

@@ -15,7 +15,7 @@ from megatron_lynx.job import Job, make_job
 from megatron_lynx.planner import PlannedStage, SolveOptions, plan
 from megatron_lynx.planner.fill import STALL, filled
 from megatron_lynx.presets import load_cluster, load_model
-from megatron_lynx.search.stages import Bench
+from megatron_lynx.search.stages import StagePlans
 from megatron_lynx.search.workflow import OPTIONS, SWITCHES, given_split, plan_job
 from megatron_lynx.simulator import memory, passes
 from megatron_lynx.simulator.engine import SimJob, sim_stage, simulate
@@ -84,7 +84,7 @@ def check_work(plain: SimJob, full: SimJob, old: Timeline, new: Timeline) -> int
     return hidden
 
 
-# Bench ------------------------------------------------------------------------------------------
+# StagePlans ------------------------------------------------------------------------------------------
 
 
 def balanced(memory_bytes: int, **sizes: int) -> Job:
@@ -111,7 +111,7 @@ TIGHT = balanced(350 * MIB)
 
 def without_stalls(job: Job, planner: str) -> tuple[PlannedStage, ...]:
     """The best plans that put nothing into stalls."""
-    return Bench(job, SWITCHES["without stalls"], 20.0).best(given_split(job), planner)
+    return StagePlans(job, SWITCHES["without stalls"], 20.0).best(given_split(job), planner)
 
 
 @pytest.mark.parametrize("planner", ["windows", "heu", "opt"])
@@ -131,7 +131,7 @@ def test_balanced_stages_rebuild_before_the_first_backward_and_in_the_cooldown(p
 
 def simulated(job: Job, stages: Sequence[PlannedStage]) -> Timeline:
     """A step of the job under plans that its bench has made."""
-    placed = Bench(job, OPTIONS, 1.0).placed(given_split(job), stages)
+    placed = StagePlans(job, OPTIONS, 1.0).placed(given_split(job), stages)
     return simulate(
         SimJob(
             stages=tuple(stage.plan for stage in placed),
@@ -159,7 +159,7 @@ def test_what_is_switched_off_is_not_filled(switch: str) -> None:
 
 
 def test_the_inner_loop_of_a_search_fills_nothing() -> None:
-    bench, split = Bench(TIGHT, OPTIONS, 20.0), given_split(TIGHT)
+    bench, split = StagePlans(TIGHT, OPTIONS, 20.0), given_split(TIGHT)
     one, four = bench.best(split, "heu", rounds=1), bench.best(split, "heu")
     assert [stage.filled for stage in one] == [False, False]
     assert [stage.filled for stage in four] == [True, False]

@@ -21,7 +21,7 @@ from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.schedule import Turn
 from megatron_lynx.search.advice import advice, best_change, breakdown
 from megatron_lynx.search.rows import Row
-from megatron_lynx.search.stages import Bench, stage_problem
+from megatron_lynx.search.stages import StagePlans, stage_problem
 from megatron_lynx.search.workflow import (
     MEGATRON_METHODS,
     METHODS,
@@ -317,7 +317,7 @@ def test_problems_know_their_place() -> None:
 
 
 def test_relabelled_plans_cost_the_same() -> None:
-    bench = Bench(TIGHT, OPTIONS, 10.0)
+    bench = StagePlans(TIGHT, OPTIONS, 10.0)
     local = bench.stage(1, (2,), "heu", 1_000_000)
     moved = relabel(local.plan, ((2, 3),))
     assert [layer.layer for layer in moved.layers] == [2, 3]
