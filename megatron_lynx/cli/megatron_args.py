@@ -310,7 +310,12 @@ def _complete(values: dict[str, Any], flags: Mapping[str, list[str]], found: Meg
             "learned ones",
         )
     values["fp16"] = "fp16" in flags
+    wanted = values.get("transformer_impl", "transformer_engine")
     memory_flags.complete(values)
+    if values["transformer_impl"] != wanted:
+        notes.append(
+            f"--transformer-impl {wanted} is planned as {values['transformer_impl']} layers of that shape"
+        )
     notes += _vocabulary(values, flags)
     notes += _recomputation(values, flags)
     if "use-checkpoint-args" in flags and "num_layers" not in values:

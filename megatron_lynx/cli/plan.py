@@ -51,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
     show(out, job_line(job) + "\n")
     show(out, stage_table(job, row, out.width) + "\n")
     show(out, summary(job, row))
-    show(out, f"flags: {launch_flags(job, row)}")
+    if any(s.recompute_hidden_ns or s.recompute_exposed_ns for s in row.stages):
+        show(out, f"flags: {launch_flags(job, row)}")
+    else:
+        show(out, "Everything fits; use no recomputation.")
     if args.output:
         out.print(f"plan written to {args.output}", markup=False)
     return 0

@@ -210,7 +210,11 @@ def test_a_grid_keeps_every_cell() -> None:
 
 
 def test_plain_statements(capsys: Captured) -> None:
+    _, out, _ = lynx(capsys, "plan", *TIGHT, "--planner", "heu")
+    assert "flags: --recompute-method lynx --lynx-planner heu --lynx-budget" in out
     job = ("--model", "gpt-1.3b", "--num-layers", "8", "--tp", "2", "--pp", "4", "--global-batch-size", "8")
+    _, out, _ = lynx(capsys, "plan", *job, "--planner", "heu")
+    assert "Everything fits; use no recomputation." in out
     _, out, _ = lynx(capsys, "compare", *job)
     assert "Everything fits; use no recomputation." in out
     assert "Megatron's best: none: no recomputation flag at all" in out
