@@ -15,7 +15,8 @@ from megatron_lynx.cost import CostTable
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.layers import kind_of
 from megatron_lynx.plan import Plan, parse_plan
-from megatron_lynx.search.workflow import check_plan, graph_of
+from megatron_lynx.search.given import graph_of
+from megatron_lynx.search.workflow import check_plan
 from megatron_lynx.simulator import passes
 from megatron_lynx.simulator.engine import SimJob, simulate
 from megatron_lynx.simulator.passes import Delta

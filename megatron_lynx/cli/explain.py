@@ -17,7 +17,8 @@ from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job
 from megatron_lynx.plan import DEMAND, LayerPlan, Plan, StagePlan, Window, parse_plan
-from megatron_lynx.search.workflow import check_plan, graph_of, timeline_of
+from megatron_lynx.search.given import graph_of, timeline_of
+from megatron_lynx.search.workflow import check_plan
 from megatron_lynx.simulator.memory import Peak, peak
 from megatron_lynx.units import format_bytes, format_ns
 

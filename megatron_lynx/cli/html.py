@@ -16,14 +16,8 @@ from megatron_lynx.cli.html_data import Json, Method, page_data
 from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.job import Job
 from megatron_lynx.plan import Plan
-from megatron_lynx.search.workflow import (
-    MEGATRON_METHODS,
-    METHODS,
-    TIME_LIMIT_S,
-    method_of,
-    plan_job,
-    timeline_of,
-)
+from megatron_lynx.search.given import timeline_of
+from megatron_lynx.search.workflow import MEGATRON_METHODS, METHODS, TIME_LIMIT_S, method_of, plan_job
 
 SCRIPTS = ("format.js", "timeline.js", "draw.js", "tables.js", "hands.js", "page.js")
 """The script's parts, in the order in which they run."""

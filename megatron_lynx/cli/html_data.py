@@ -16,8 +16,8 @@ from megatron_lynx.graph import INPUT, LayerGraph
 from megatron_lynx.job import Job
 from megatron_lynx.layers import kind_of
 from megatron_lynx.plan import Plan, StagePlan, Window
+from megatron_lynx.search.given import graph_of
 from megatron_lynx.search.rows import job_facts
-from megatron_lynx.search.workflow import graph_of
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.simulator.memory import peak
 from megatron_lynx.simulator.passes import Delta, Pass, Piece

@@ -21,7 +21,7 @@ from megatron_lynx.hardware import Cluster
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.plan import Plan, StagePlan, Window, parse_choice
 from megatron_lynx.schedule import Action, actions, serves, waits_for_gradient
-from megatron_lynx.search.workflow import graph_of, timeline_of
+from megatron_lynx.search.given import graph_of, timeline_of
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.spec import Batch, Model, Optimizer, Parallel

@@ -14,8 +14,8 @@ from megatron_lynx.cli.report import Grid, console, job_line, print_notes, progr
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.job import Job
 from megatron_lynx.plan import Plan
+from megatron_lynx.search.given import timeline_of
 from megatron_lynx.search.rows import job_facts
-from megatron_lynx.search.workflow import timeline_of
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.simulator.memory import peak
 from megatron_lynx.simulator.timeline import Timeline

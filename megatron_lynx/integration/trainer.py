@@ -45,7 +45,7 @@ from megatron_lynx.integration.targets import TARGETS, Target
 from megatron_lynx.integration.windows import Hooks, in_step
 from megatron_lynx.layers import layer_graph
 from megatron_lynx.plan import Plan
-from megatron_lynx.search.workflow import counted_by
+from megatron_lynx.search.given import counted_by
 
 UNLIMITED_BYTES = 1 << 60
 """The budget where nobody named one and no device has one."""

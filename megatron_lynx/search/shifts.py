@@ -10,8 +10,8 @@ from megatron_lynx.estimate import estimate_costs
 from megatron_lynx.hardware import Cluster
 from megatron_lynx.search.extend import rescaled
 from megatron_lynx.search.found import Found, Shift
+from megatron_lynx.search.given import score_plan
 from megatron_lynx.search.space import Question
-from megatron_lynx.search.workflow import score_plan
 
 
 def shifted(cluster: Cluster) -> Mapping[str, Cluster]:

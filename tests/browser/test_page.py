@@ -16,7 +16,8 @@ from megatron_lynx.cli.main import main
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.plan import Plan
 from megatron_lynx.presets import load_cluster, load_model
-from megatron_lynx.search.workflow import plan_job, timeline_of
+from megatron_lynx.search.given import timeline_of
+from megatron_lynx.search.workflow import plan_job
 from megatron_lynx.simulator.memory import curve, peak
 from megatron_lynx.spec import Batch, Parallel
 from tests.support.browser import Browser, browser

@@ -18,7 +18,8 @@ from megatron_lynx.cli.main import main
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.plan import parse_plan
 from megatron_lynx.presets import load_cluster, load_model
-from megatron_lynx.search.workflow import METHODS, method_of, plan_job, timeline_of
+from megatron_lynx.search.given import timeline_of
+from megatron_lynx.search.workflow import METHODS, method_of, plan_job
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.spec import Batch, Parallel
 from tests.support.run_folder import DEMAND_NS, RUN, STEP_NS, STEPS, WAIT_NS, WORK_NS, write_run

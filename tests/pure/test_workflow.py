@@ -20,6 +20,7 @@ from megatron_lynx.planner.baselines import module_sets, modules_of
 from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.schedule import Turn
 from megatron_lynx.search.advice import advice, best_change, breakdown
+from megatron_lynx.search.given import timeline_of
 from megatron_lynx.search.rows import Row
 from megatron_lynx.search.stages import StagePlans, stage_problem
 from megatron_lynx.search.workflow import (
@@ -36,7 +37,6 @@ from megatron_lynx.search.workflow import (
     plan_with_costs,
     planner_names,
     reference,
-    timeline_of,
 )
 from megatron_lynx.simulator.memory import peak
 from megatron_lynx.spec import Batch, Parallel
