@@ -20,8 +20,9 @@ from megatron_lynx.spec import Model
 Kind = Literal["models", "clusters", "runs"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "position_embedding_type": ("learned_absolute", "rope"),
+    "position_embedding_type": ("learned_absolute", "rope", "yarn", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
+    "softmax_type": ("vanilla", "off-by-one", "learnable"),
     "attention": ("flash", "fused", "unfused"),
     "cross_entropy_fusion_impl": ("native", "te"),
     "device": ("cuda", "cpu"),

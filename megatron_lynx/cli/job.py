@@ -19,6 +19,7 @@ from megatron_lynx.cli.sizes import derive
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.hardware import Cluster
+from megatron_lynx.layers import KINDS
 from megatron_lynx.presets import load_cluster, make_model, read_toml, usable_names
 from megatron_lynx.search.workflow import (
     PARTITIONS,
@@ -115,9 +116,19 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         group.add_argument(f"--{name}", type=whole, metavar="N")
     for name in ("attention-dropout", "hidden-dropout"):
         group.add_argument(f"--{name}", type=fraction, metavar="P")
-    group.add_argument("--position-embedding-type", choices=("learned_absolute", "rope"))
+    for name in ("rotary-percent", "activation-func-clamp-value"):
+        group.add_argument(f"--{name}", type=fraction, metavar="X")
+    group.add_argument("--transformer-impl", choices=sorted(KINDS), help="default: transformer_engine")
+    group.add_argument("--position-embedding-type", choices=("learned_absolute", "rope", "yarn", "none"))
+    group.add_argument("--softmax-type", choices=("vanilla", "off-by-one", "learnable"))
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"))
-    group.add_argument("--attention", choices=("flash", "unfused"), help="which attention kernels run")
+    group.add_argument(
+        "--attention",
+        choices=("flash", "fused", "unfused"),
+        help="which attention kernels run; default: what Megatron takes on that device",
+    )
+    for name in ("squared-relu", "quick-geglu", "qk-layernorm", "attention-output-gate"):
+        group.add_argument(f"--{name}", action="store_true", default=None)
     for name in ("swiglu", "untie-embeddings-and-output-weights", "attention-softmax-in-fp32"):
         group.add_argument(f"--{name}", action="store_true", default=None)
     group.add_argument("--disable-bias-linear", action="store_false", default=None, dest="add_bias_linear")
@@ -212,8 +223,9 @@ def _sources(
     run = _read_run(given["run"]) if "run" in given else {}
     values: dict[str, Any] = {**DEFAULTS, **run, **(script.values if script else {}), **given}
     chosen = {**run, **given}
-    for_device(values, load_cluster(values["cluster"]).device.name)
-    model = _model(values, standalone=script is not None and "model" not in chosen)
+    model = _model(
+        values, load_cluster(values["cluster"]), standalone=script is not None and "model" not in chosen
+    )
     return values, model, script, chosen
 
 
@@ -249,8 +261,11 @@ def _read_run(name: str) -> dict[str, Any]:
     return values
 
 
-def _model(values: Mapping[str, Any], *, standalone: bool) -> Model:
-    """The model of ``--model`` with single fields replaced; a script's model stands alone."""
+def _model(values: Mapping[str, Any], cluster: Cluster, *, standalone: bool) -> Model:
+    """The model of ``--model`` with single fields replaced; a script's model stands alone.
+
+    Its layers are Transformer Engine's unless something else is said: Megatron's own default.
+    """
     single = {field.name: values[field.name] for field in fields(Model) if field.name in values}
     if "model" in values and not standalone:
         data, where = read_toml("models", values["model"])
@@ -260,6 +275,9 @@ def _model(values: Mapping[str, Any], *, standalone: bool) -> Model:
         raise ConfigError("--model is missing; --model gpt-7b works, or a shape by --num-layers and so on")
     else:
         where = "model"
+    single.setdefault("transformer_impl", "transformer_engine")
+    single.setdefault("attention", "auto")
+    for_device(single, cluster.device.name)
     learned = single.get("position_embedding_type", "learned_absolute") == "learned_absolute"
     if "max_position_embeddings" not in single and "seq_length" in values:
         single["max_position_embeddings"] = values["seq_length"]

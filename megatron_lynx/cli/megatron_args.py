@@ -45,11 +45,15 @@ _INT = {
 _FLOAT = {
     "attention-dropout": "attention_dropout",
     "hidden-dropout": "hidden_dropout",
+    "rotary-percent": "rotary_percent",
+    "activation-func-clamp-value": "activation_func_clamp_value",
     **memory_flags.FLOAT,
 }
 _TEXT = {
     "position-embedding-type": "position_embedding_type",
     "normalization": "normalization",
+    "softmax-type": "softmax_type",
+    "window-size": "window_size",
     "pipeline-model-parallel-layout": "layout",
     "recompute-granularity": "recompute_granularity",
     **memory_flags.TEXT,
@@ -67,6 +71,11 @@ _SWITCH: Mapping[str, tuple[str, Any]] = {
     "bf16": ("dtype_bytes", 2),
     "fp16": ("dtype_bytes", 2),
     "squared-relu": ("squared_relu", True),
+    "quick-geglu": ("quick_geglu", True),
+    "qk-layernorm": ("qk_layernorm", True),
+    "attention-output-gate": ("attention_output_gate", True),
+    "use-te-activation-func": ("use_te_activation_func", True),
+    "no-rope-fusion": ("apply_rope_fusion", False),
     "account-for-embedding-in-pipeline-split": ("embedding_counts", True),
     "account-for-loss-in-pipeline-split": ("loss_counts", True),
     **memory_flags.SWITCH,
@@ -297,12 +306,12 @@ def _complete(values: dict[str, Any], flags: Mapping[str, list[str]], found: Meg
         values["fused_activation"] = False  # as Megatron does: what is fused is the bias
     if flags.get("distributed-backend") == ["gloo"]:
         values["device"] = "cpu"  # training on a CPU, whose kernels save other things
-    if values.pop("squared_relu", False):
-        notes.append("--squared-relu is planned as GELU, which saves as much")
     values.setdefault("dtype_bytes", 4)
     position = values.get("position_embedding_type", "learned_absolute")
+    if "window_size" in values:
+        values["window_size"] = _window(values["window_size"])
     if position in _ROTARY:
-        values["position_embedding_type"] = "rope"
+        values["position_embedding_type"] = "yarn" if position == "yarn" else "rope"
     elif position not in _POSITIONS:
         del values["position_embedding_type"]
         found.refused += (
@@ -323,6 +332,18 @@ def _complete(values: dict[str, Any], flags: Mapping[str, list[str]], found: Meg
             "--use-checkpoint-args: the shape is in a checkpoint; --from-args CHECKPOINT reads it",
         )
     return notes
+
+
+def _window(text: str) -> tuple[int, int]:
+    """A sliding window, as Megatron reads it.
+
+    Raises:
+        ConfigError: not two numbers.
+    """
+    found = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text)
+    if found is None:
+        raise ConfigError(f"--window-size {text!r} is not two numbers; --window-size 128,0 works")
+    return int(found[1]), int(found[2])
 
 
 def _vocabulary(values: dict[str, Any], flags: Mapping[str, list[str]]) -> list[str]:

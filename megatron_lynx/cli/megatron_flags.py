@@ -37,7 +37,6 @@ REFUSED: Mapping[str, str] = {
     "context-parallel-size": "context parallelism is not planned; 1 works, or --ignore {flag}, which plans "
     "whole sequences",
     "hybrid-context-parallel": "context parallelism is not planned; --ignore {flag} plans whole sequences",
-    "quick-geglu": "quick GEGLU is not planned; --swiglu has the same sizes: --ignore quick-geglu --swiglu",
     "hybrid-layer-pattern": _HYBRID,
     "hybrid-override-pattern": _HYBRID,
     "is-hybrid-model": _HYBRID,
@@ -78,10 +77,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     "tensor-parallel-num-weight-shards": frozenset({"1"}),
     "expert-model-parallel-size": frozenset({"1"}),
     "num-experts": frozenset({"0"}),
-    "rotary-percent": frozenset({"1", "1.0"}),
     "make-vocab-size-divisible-by": frozenset({"128"}),
     "optimizer": frozenset({"adam"}),
-    "softmax-type": frozenset({"vanilla"}),
     "empty-unused-memory-level": frozenset({"0"}),
 }
 """Values with which such a flag asks for what is planned anyway."""
@@ -170,30 +167,20 @@ UNMODELLED: Mapping[str, str] = {
     "use-torch-optimizer-for-cpu-offload": _OFFLOADED,
     "overlap-cpu-optimizer-d2h-h2d": _OFFLOADED,
     "no-pin-cpu-*": _OFFLOADED,
-    "qk-layernorm": _EXTRA,
     "qk-l2-norm": _EXTRA,
     "qk-clip": _EXTRA,
-    "attention-output-gate": _EXTRA,
     "add-qkv-bias": "parameters of the QKV bias",
-    "softmax-type": _EXTRA,
     "fp32-residual-connection": "residuals in fp32 take twice the memory",
     "apply-residual-connection-post-layernorm": "which tensor the residual keeps",
-    "glu-linear-offset": _EXTRA,
-    "activation-func-clamp-value": _EXTRA,
-    "rotary-interleaved": "time of the rotary embedding",
-    "rotary-percent": "width of the rotary embedding's factors",
     "mrope-section": "the rotary embedding's factors",
-    "window-size": "time of attention",
     "window-attn-skip-freq": "time of attention",
     "no-rope-freq": "layers without rotary embedding",
     "fused-residual-rmsnorm": "one tensor less a norm",
     "use-transformer-engine-op-fuser": "which tensors fused operations save",
-    "use-te-activation-func": "what the activation saves",
     "use-kitchen-attention": "kernels of attention",
     "kitchen-attention-backend": "kernels of attention",
     "flash-attention-version": "time of attention",
     "no-bias-dropout-fusion": "time of bias and dropout",
-    "no-rope-fusion": "what the rotary embedding saves",
     "rope-type": "the rotary embedding's kernels",
     "no-persist-layer-norm": "time of norms",
     "disable-jit-fuser": "time of elementwise kernels",
@@ -268,7 +255,8 @@ no-weight-decay-cond-type seed init-method-std embedding-init-method-std init-me
 use-mup mup-* loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis norm-epsilon
 layernorm-epsilon rotary-base rotary-seq-len-interpolation-factor use-rope-scaling rope-scaling-factor
 yarn-* no-yarn-* relative-attention-* qk-clip-* openai-gelu apply-layernorm-1p data-parallel-random-init
-te-rng-tracker inference-rng-tracker train-iters train-samples start-eval-at-iter eval-* skip-train
+te-rng-tracker inference-rng-tracker glu-linear-offset
+rotary-interleaved train-iters train-samples start-eval-at-iter eval-* skip-train
 full-validation multiple-validation-sets validation-set-names iterations-to-skip
 """
 _RUNNING = """

@@ -64,7 +64,9 @@ def _kernel(backend: str) -> str:
 def for_device(values: dict[str, Any], device: str) -> None:
     """Where Megatron leaves the kernels of attention to Transformer Engine (``auto``), it takes cuDNN's
     from Hopper on and the flash-attn package before (``get_attention_backend``)."""
-    if values.get("attention") == "auto":
+    if values.get("attention") == "auto" and values.get("transformer_impl") == "local":
+        values["attention"] = "unfused"
+    elif values.get("attention") == "auto":
         values["attention"] = "flash" if device.startswith(("A100", "A800", "V100")) else "fused"
 
 

@@ -131,7 +131,7 @@ def job_line(job: Job) -> str:
     return (
         f"{m.name} on {gpus(job)} x {place}: {', '.join(sizes)}\n"
         f"sequence {b.seq_length}, batch {b.micro_batch_size} x {job.microbatches} microbatches, {budget}\n"
-        f"assumed: {m.transformer_impl} layers, {m.attention} attention, {precision}; "
+        f"assumed: {m.transformer_impl} layers, {m.attention} attention, {precision}\n"
         f"costs: {job.costs.source}"
     )
 

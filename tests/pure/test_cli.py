@@ -146,7 +146,7 @@ def test_a_run_file_is_a_whole_job(capsys: Captured, tmp_path: Path) -> None:
 def test_a_measured_profile_replaces_estimates(capsys: Captured, tmp_path: Path) -> None:
     from megatron_lynx.estimate import estimate_costs
 
-    model = load_model("gpt-1.3b", num_layers=8)
+    model = load_model("gpt-1.3b", num_layers=8, transformer_impl="transformer_engine")
     batch = Batch(seq_length=2048, micro_batch_size=1, global_batch_size=16)
     costs = estimate_costs(model, Parallel(tp=2, pp=4), batch, load_cluster("toy"))
     file = tmp_path / "costs.json"
@@ -218,7 +218,7 @@ def test_plain_statements(capsys: Captured) -> None:
     _, out, _ = lynx(capsys, "compare", *job)
     assert "Everything fits; use no recomputation." in out
     assert "Megatron's best: none: no recomputation flag at all" in out
-    assert "assumed: local layers, flash attention" in out
+    assert "assumed: transformer_engine layers, flash attention" in out
     _, out, _ = lynx(capsys, "compare", *TIGHT, "--budget", "1GiB")
     assert "Nothing fits 1.00 GiB. With full recomputation stage" in out
     assert "would help most" in out
