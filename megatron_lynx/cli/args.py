@@ -9,44 +9,20 @@ import argparse
 import shlex
 import sys
 
-from megatron_lynx.cli.job import add_job_flags, choices_from, whole
-from megatron_lynx.errors import ConfigError
+from megatron_lynx.cli.job import add_job_flags, choices_from
 from megatron_lynx.search.workflow import Job
-from megatron_lynx.spec import Parallel
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this command's flags."""
     add_job_flags(parser, plans=False)
-    parser.add_argument(
-        "--world-size", type=whole, metavar="N", help="ranks there are: refuse sizes that do not fit them"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the flags on one line, quoted for a shell."""
-    if args.world_size is not None:
-        replica = choices_from(args, check_split=False).job.parallel
-        args.dp = replicas(args.world_size, replica)
     job = choices_from(args, check_split=False).job
     sys.stdout.write(shlex.join(megatron_flags(job)) + "\n")
     return 0
-
-
-def replicas(world_size: int, parallel: Parallel) -> int:
-    """How many replicas of the model ``world_size`` ranks hold.
-
-    Raises:
-        ConfigError: they do not hold a whole number of them.
-    """
-    ranks = parallel.tp * parallel.pp
-    if world_size < ranks or world_size % ranks:
-        works = max(1, world_size // ranks) * ranks
-        raise ConfigError(
-            f"--world-size {world_size} is no multiple of --tp {parallel.tp} x --pp {parallel.pp} = {ranks}; "
-            f"{works} ranks work"
-        )
-    return world_size // ranks
 
 
 def megatron_flags(job: Job) -> list[str]:

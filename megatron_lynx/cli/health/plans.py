@@ -53,6 +53,8 @@ class Plans:
         given = argparse.Namespace(command_line=list(self.words), from_args=None)
         if self.file is not None:
             given = argparse.Namespace(command_line=None, from_args=self.file)
+        if facts.world_size is None:
+            given.dp = 1  # nothing says how many ranks start; a plan is that of one replica
         job = choices_from(given, check_split=False).job
         model = replace(job.model, device="cpu") if facts.cpu else job.model
         profile = facts.path("lynx-profile")
