@@ -45,6 +45,7 @@ def megatron_flags(job: Job) -> list[str]:
         "micro-batch-size": batch.micro_batch_size,
         "global-batch-size": batch.global_batch_size,
         "pipeline-model-parallel-layout": job.layout,
+        "transformer-impl": model.transformer_impl,
     }
     if parallel.vpp > 1 and job.layout is None:
         values["num-virtual-stages-per-pipeline-rank"] = parallel.vpp
@@ -61,6 +62,7 @@ def megatron_flags(job: Job) -> list[str]:
         "use-distributed-optimizer": job.optimizer.use_distributed_optimizer,
         "bf16": model.dtype_bytes == 2,
         "attention-softmax-in-fp32": model.attention_softmax_in_fp32,
+        "no-masked-softmax-fusion": not model.masked_softmax_fusion,
         "no-create-attention-mask-in-dataloader": not model.mask_from_data,
         "no-bias-swiglu-fusion" if model.swiglu else "no-bias-gelu-fusion": not model.fused_activation,
     }

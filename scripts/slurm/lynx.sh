@@ -77,12 +77,9 @@ lynx_flags() {
     local text
     text=$(lynx_once args --run "$1" --world-size "$world")
     eval "flags=($text)" # quoted for a shell by lynx
-    if [ "${MEGATRON_LYNX_CPU:-}" = 1 ]; then
-        flags+=(--transformer-impl local --distributed-backend gloo --no-persist-layer-norm
-            --no-gradient-accumulation-fusion --no-masked-softmax-fusion)
-    else
-        flags+=(--transformer-impl transformer_engine)
-    fi
+    # Kernels of Apex, which Transformer Engine's layers do not need.
+    [[ $text != *"--transformer-impl local"* ]] || flags+=(--no-persist-layer-norm --no-gradient-accumulation-fusion)
+    [ "${MEGATRON_LYNX_CPU:-}" != 1 ] || flags+=(--distributed-backend gloo)
 }
 
 # lynx_ranks MODULE ARGUMENTS...: a Python module on every rank, one rank a GPU. SLURM's signals reach
