@@ -57,8 +57,7 @@ def test_one_rank_a_gpu_with_the_flags_of_the_run(script: str, tmp_path: Path) -
     assert found[found.index("--tensor-model-parallel-size") + 1] == "4"
     assert found[-2:] == ["--train-iters", "7"]  # the user's flags come last: they win
     assert "out file" in found
-    assert found[found.index("--transformer-impl") + 1] == "local"  # as the run says
-    assert "--no-persist-layer-norm" in found
+    assert found[found.index("--transformer-impl") + 1] == "transformer_engine"
 
 
 def test_on_cpus_the_flags_are_those_of_cpus(tmp_path: Path) -> None:
