@@ -90,6 +90,7 @@ def read_report(
     left_out = counted = 0
     for lines in by_rank.values():
         held = next((owner[int(layer)] for line in lines for layer in line["kept_bytes"]), 0)
+        held = lines[-1].get("stage", held)  # a stage may have no layers to know it by
         left_out = skip if len(lines) > skip else 0
         counted = len(lines) - left_out
         found[held] += lines[left_out:]

@@ -14,6 +14,8 @@ from typing import Any
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.integration import versions
 from megatron_lynx.integration.refusals import REFUSALS
+from megatron_lynx.integration.words import in_trainings_words
+from megatron_lynx.search.workflow import check_planner
 from megatron_lynx.units import parse_bytes
 
 METHOD = "lynx"
@@ -94,12 +96,17 @@ def check_arguments(args: Namespace) -> None:
             f"--lynx-plan {args.lynx_plan} and --lynx-planner {args.lynx_planner} exclude each other; "
             "leave one out"
         )
+    if args.lynx_planner:
+        with in_trainings_words():
+            check_planner(args.lynx_planner)
     for flag in ("plan", "profile"):
         name = _lynx(args, flag)
         if name and not Path(name).is_file():
             raise ConfigError(f"--lynx-{flag} {name}: there is no such file; `lynx {flag}` writes one")
-    if args.lynx_budget:
-        parse_bytes(args.lynx_budget, "--lynx-budget")
+    if args.lynx_budget and parse_bytes(args.lynx_budget, "--lynx-budget") < 1:
+        raise ConfigError(f"--lynx-budget {args.lynx_budget} is no memory; --lynx-budget 32GiB works")
+    if args.lynx_report and Path(args.lynx_report).exists() and not Path(args.lynx_report).is_dir():
+        raise ConfigError(f"--lynx-report {args.lynx_report} is a file; the name of a folder works")
     if args.lynx_partition != "keep":
         _check_partition(args)
 

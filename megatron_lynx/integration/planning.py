@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,12 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron_lynx.cost import CostTable
-from megatron_lynx.errors import ConfigError, LynxError, PlanError
+from megatron_lynx.errors import ConfigError, PlanError
 from megatron_lynx.integration.agree import from_rank_0, gathered, on_every_rank
 from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.describe import model_before_validation, optimizer_of
 from megatron_lynx.integration.measuring.memory import measured_costs
+from megatron_lynx.integration.words import in_trainings_words
 from megatron_lynx.partition.layout import Layout, chunks_of
 from megatron_lynx.plan import Plan, parse_plan
 from megatron_lynx.search.check import Chunks, check_plan_for
@@ -102,35 +101,6 @@ def _plan(asked: Asked, table: CostTable) -> Plan:
             layout=asked.layout,
             optimizer=asked.optimizer,
         )
-
-
-_TRAININGS = {
-    "planner": "--lynx-planner",
-    "partition": "--lynx-partition",
-    "budget": "--lynx-budget",
-    "profile": "--lynx-profile",
-    "layout": "--pipeline-model-parallel-layout",
-    "tp": "--tensor-model-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
-    "vpp": "--num-virtual-stages-per-pipeline-rank",
-    "dp": "the data-parallel size",
-}
-"""Flags of the planning commands, and those of a training run that mean the same."""
-
-
-@contextlib.contextmanager
-def in_trainings_words() -> Iterator[None]:
-    """Errors of planning, made in here, name the flags of training."""
-
-    def word(match: re.Match[str]) -> str:
-        return _TRAININGS[match.group(1)]
-
-    try:
-        yield
-    except LynxError as error:
-        text = re.sub(rf"(?<![\w-])--({'|'.join(_TRAININGS)})(?![\w-])", word, str(error))
-        error.args = (text, *error.args[1:])
-        raise
 
 
 def split_layout(args: Namespace, memory_bytes: int) -> str | None:

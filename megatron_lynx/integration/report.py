@@ -3,8 +3,9 @@
 ``job.json`` is the job, ``plan.txt`` the plan, ``costs.json`` what it was made from (where it was made
 at start), ``steps.<rank>.jsonl`` the record; `lynx report DIR` reads them:
 
-    {"schema": 3, "run": "20261130T175906.123456", "iteration": 203, "step": 3, "step_ns": 81000000,
-     "clock": "host", "rebuilt_storages": {"bwd": 40, "demand": 2}, "rebuilt_bytes": {...},
+    {"schema": 3, "run": "20261130T175906.123456", "iteration": 203, "step": 3, "stage": 0,
+     "step_ns": 81000000, "clock": "host", "rebuilt_storages": {"bwd": 40, "demand": 2},
+     "rebuilt_bytes": {...},
      "kept_bytes": {"0": 1048576}, "left_bytes": 0, "demand": {"0": {"replays": 2, "time_ns": 52000}},
      "windows": {"bwd:3:linear_fc1": {"opened": 4, "work_ns": 91000, "wait_ns": 2000, ...}}}
 
@@ -52,6 +53,7 @@ class ReportWriter:
         _drop_half_a_line(self._steps)
         self._step = 0
         self._clock = HostClock()
+        self._stage = 0
         if rank == 0:
             _keep_earlier(folder)
             (folder / "plan.txt").write_text(str(plan))
@@ -61,6 +63,7 @@ class ReportWriter:
 
     def attach(self, session: Session) -> None:
         """Record the steps of ``session``, timed on its device."""
+        self._stage = session.executor.plan.stage
         self._clock = session.executor.clock = clock_for(session.executor.device)
         session.on_step = self.write
 
@@ -73,6 +76,7 @@ class ReportWriter:
             "run": self._run,
             "iteration": get_args().curr_iteration + 1,
             "step": self._step,
+            "stage": self._stage,
             "step_ns": time.perf_counter_ns() - record.began_ns,
             "clock": self._clock.name,
             "rebuilt_storages": dict(record.rebuilt_storages),

@@ -23,7 +23,7 @@ from megatron.training import get_args, print_rank_0
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.integration import versions
-from megatron_lynx.integration.agree import on_every_rank
+from megatron_lynx.integration.agree import gathered, on_every_rank
 from megatron_lynx.integration.arguments import (
     budget_bytes,
     check_arguments,
@@ -84,6 +84,8 @@ class Trainer:
                 ReportWriter(folder, rank, plan, table, asked).attach(self.session)
 
         on_every_rank(start)
+        if table is not None:
+            print_rank_0(f"> lynx: costs: {table.source}")
         print_rank_0(f"> lynx: {_summary(plan)}")
 
     @contextlib.contextmanager
@@ -121,7 +123,7 @@ def _asked(args: Namespace, chunks: list[Any]) -> Asked:
     """What the flags and the model ask for. Every rank must call it."""
     stages, layout = split_of(chunks)
     device = device_of(chunks)
-    memory = budget_bytes(args) or _device_bytes(device)
+    memory = budget_bytes(args) or min(gathered(_left_bytes(device)))  # rank 0 plans for all
     return Asked(
         model=model_of(args, get_model_config(chunks[0]), device),
         parallel=parallel_of(args),
@@ -142,12 +144,26 @@ def _plan(args: Namespace, asked: Asked, chunks: list[Any]) -> tuple[Plan, CostT
     return make_plan(asked, chunks)
 
 
-def _device_bytes(device: torch.device) -> int | None:
-    """What training may take on a GPU: all of it but a reserve for the context and fragments."""
+RESERVE = 0.08
+"""The part of a GPU that is left alone without ``--lynx-budget``: the CUDA context, NCCL's buffers (some
+hundred MiB for each communicator, most of them made at its first use) and the allocator's fragments."""
+
+
+def _device_bytes(device: torch.device) -> int:
+    """What training may take on a GPU, the same on each of a kind: all of it but ``RESERVE``; 0 for a CPU."""
     if device.type != "cuda":
-        return None
-    total = torch.cuda.get_device_properties(device).total_memory
-    return int(total * 0.92)
+        return 0
+    return int(torch.cuda.get_device_properties(device).total_memory * (1 - RESERVE))
+
+
+def _left_bytes(device: torch.device) -> int:
+    """The same, but less where so much is taken outside of PyTorch already (context, communicators, other
+    processes) that half of the reserve is not left beside it."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    return min(_device_bytes(device), int(total * (1 - RESERVE / 2)) - outside)
 
 
 def _split(args: Namespace) -> None:

@@ -37,6 +37,7 @@ __all__ = [
     "SolveReport",
     "StageProblem",
     "Violation",
+    "check_planner",
     "plan",
     "verify",
 ]
@@ -97,20 +98,28 @@ def plan(problem: StageProblem, planner: str = "opt", options: SolveOptions | No
     )
 
 
+_NAME = re.compile(r"(full-uniform|full-block)-(\d+)")
+
+
+def check_planner(name: str) -> None:
+    """Check that there is a planner called ``name``.
+
+    Raises:
+        ConfigError: there is none, or its number says nothing.
+    """
+    numbered = _NAME.fullmatch(name)
+    if numbered and numbered.group(1) == "full-uniform" and int(numbered.group(2)) < 1:
+        raise ConfigError(f"--planner {name}: a group has at least one layer; full-uniform-1 works")
+    if not numbered and name not in PLANNERS and not name.startswith("modules-"):
+        known = ", ".join(PLANNERS)
+        raise ConfigError(f"--planner {name!r} is unknown; known are {known}, full-uniform-G, full-block-K")
+
+
 def _solve(problem: StageProblem, planner: str, options: SolveOptions) -> Answer:
-    numbered = re.fullmatch(r"(full-uniform|full-block)-(\d+)", planner)
+    check_planner(planner)
+    numbered = _NAME.fullmatch(planner)
     if numbered:
-        number = int(numbered.group(2))
-        if numbered.group(1) == "full-uniform" and number < 1:
-            raise ConfigError(
-                f"--lynx-planner {planner}: a group has at least one layer; full-uniform-1 works"
-            )
-        return _NUMBERED[numbered.group(1)](problem, options, number)
+        return _NUMBERED[numbered.group(1)](problem, options, int(numbered.group(2)))
     if planner.startswith("modules-"):
         return chosen_modules(problem, planner)
-    if planner not in PLANNERS:
-        known = ", ".join(PLANNERS)
-        raise ConfigError(
-            f"--lynx-planner {planner!r} is unknown; known are {known}, full-uniform-G, full-block-K"
-        )
     return PLANNERS[planner](problem, options)

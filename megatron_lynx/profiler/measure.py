@@ -165,8 +165,9 @@ def wgrad_ns(rows: int, weight: torch.Tensor, bias: bool) -> int:
     """
     out_size, in_size = weight.shape
     options = {"dtype": weight.dtype, "device": weight.device}
-    rows_in = torch.ones(rows, in_size, **options)  # type: ignore[call-overload]
-    grad = torch.ones(rows, out_size, **options)  # type: ignore[call-overload]
+    # Random, as in training: a GPU draws less power for operands that are all alike, and runs faster.
+    rows_in = torch.randn(rows, in_size, **options)  # type: ignore[call-overload]
+    grad = torch.randn(rows, out_size, **options)  # type: ignore[call-overload]
 
     def run() -> None:
         grad.t().matmul(rows_in)

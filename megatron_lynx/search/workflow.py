@@ -20,7 +20,7 @@ from megatron_lynx.job import Job, make_job
 from megatron_lynx.layers import kind_of
 from megatron_lynx.partition.layout import Layout
 from megatron_lynx.plan import Plan, fingerprint
-from megatron_lynx.planner import PlannedStage, SolveOptions
+from megatron_lynx.planner import PlannedStage, SolveOptions, check_planner
 from megatron_lynx.planner.baselines import module_sets
 from megatron_lynx.schedule import in_flight
 from megatron_lynx.search.check import check_plan
@@ -39,6 +39,7 @@ __all__ = [
     "Job",
     "Planned",
     "check_plan",
+    "check_planner",
     "compare",
     "make_job",
     "plan_job",

@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
+import os
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,11 +22,13 @@ class Found:
     """What one command line did on one rank.
 
     ``losses`` and ``gradients`` (hashes of all gradients that go into the optimizer) have one entry a step;
-    ``error`` is the type and the text of what ended it, ``printed`` what rank 0 wrote.
+    ``peak_bytes`` is of the second step's schedule; ``error`` is the type and the text of what ended the
+    run, ``printed`` what the rank wrote.
     """
 
     losses: list[Any] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
+    peak_bytes: int = 0
     error: str = ""
     printed: str = ""
 
@@ -31,38 +38,54 @@ def train(rank: int, world_size: int, payload: list[list[str]]) -> list[Found]:
     return [run(argv) for argv in payload]
 
 
-def run(argv: list[str], inside: Callable[[Any], Any] = lambda trainer: contextlib.nullcontext()) -> Found:
-    """One run; ``inside`` makes a context around the training from lynx's trainer."""
+def run(argv: list[str]) -> Found:
+    """One run."""
     from megatron.training import training
 
     from megatron_lynx.integration import pretrain
+    from megatron_lynx.integration.recorder import ENVIRONMENT_VARIABLE, recorder_if_requested
     from megatron_lynx.integration.trainer import lynx_trainer
 
     found, printed = Found(), io.StringIO()
-    step = training.train_step
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        loss = result[0].get("lm loss")
-        found.losses.append(None if loss is None else float(loss))
-        return result
-
-    try:
-        with (
-            contextlib.suppress(SystemExit),
-            contextlib.redirect_stdout(printed),
-            mock.patch.object(training, "finalize_model_grads", _hashed(found.gradients)),
-            mock.patch.object(training, "train_step", recorded),
-            lynx_trainer() as trainer,
-            inside(trainer),
-        ):
-            pretrain.train(pretrain.parse(argv))
-    except Exception as error:  # a fault is what is looked for
-        found.error = f"{type(error).__name__}: {error}"
-        found.printed = traceback.format_exc()
-    training.destroy_global_state()
+    _groups_for(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with (
+                mock.patch.dict(os.environ, {ENVIRONMENT_VARIABLE: folder}),
+                contextlib.suppress(SystemExit),
+                contextlib.redirect_stdout(printed),
+                mock.patch.object(training, "finalize_model_grads", _hashed(found.gradients)),
+                recorder_if_requested(),
+                lynx_trainer(),
+            ):
+                pretrain.train(pretrain.parse(argv))
+        except Exception as error:  # a fault is what is looked for
+            found.error = f"{type(error).__name__}: {error}"
+            found.printed = traceback.format_exc()
+        for path in Path(folder).glob("*.jsonl"):
+            steps = [json.loads(line) for line in path.read_text().splitlines()]
+            found.losses = [step["loss"] for step in steps]
+            found.peak_bytes = max((step["peak_bytes"] or 0 for step in steps), default=0)
+    with mock.patch.object(training, "destroy_model_parallel"):
+        training.destroy_global_state()
     found.printed += printed.getvalue()
     return found
+
+
+def _groups_for(argv: list[str]) -> None:
+    """Megatron's process groups are made anew only for other sizes: each keeps threads that poll for as long
+    as the process lives, and a thousand of them leave little time for anything else."""
+    from megatron.core import parallel_state
+
+    flags = ("parallel-size", "virtual", "pipeline-model-parallel-layout", "shards")
+    sizes = [pair for pair in pairwise(argv) if pair[0][:2] == "--" and any(f in pair[0] for f in flags)]
+    if _sizes and _sizes[-1] != sizes and parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    _sizes.append(sizes)
+
+
+_sizes: list[list[tuple[str, ...]]] = []
+"""The sizes of the command lines that ran in this process; the last ones are in force."""
 
 
 def _hashed(gradients: list[str]) -> Callable[..., None]:

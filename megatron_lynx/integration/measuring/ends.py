@@ -107,7 +107,7 @@ def _backward(chunk: Any, out: torch.Tensor, hidden: torch.Tensor) -> dict[str, 
     """The backward of the head down to ``hidden``, then that of the embedding from there."""
     found = {}
     parameters = [p for p in chunk.parameters() if p.requires_grad]
-    grad = torch.ones_like(hidden)
+    grad = torch.randn_like(hidden)
     if chunk.post_process:
         start = time.perf_counter_ns()
         loss = out.float().sum()

@@ -44,6 +44,7 @@ from megatron_lynx.profiler.measure import (
     wgrad_ns,
 )
 from megatron_lynx.spec import Batch, Model, Parallel, layer_facts
+from megatron_lynx.units import format_ns
 
 Times = dict[str, int]
 
@@ -65,7 +66,7 @@ def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
     """
     with undisturbed(chunks):
         kind = kind_of(model)
-        costs = _layer_costs(chunks, kind, model, parallel, batch)
+        costs, source = _layer_costs(chunks, kind, model, parallel, batch)
         ends = ends_ns(chunks, model, parallel, batch)
         if parallel.tp > 1 and not parallel.sequence_parallel and costs.collective_ns:
             reduction = costs.collective_ns[f"bwd:{kind.backward_slots(parallel)[0]}"]
@@ -76,19 +77,20 @@ def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
         p2p_ns=p2p,
         graph=kind.graph(model, parallel, batch).fingerprint(),
         job=layer_facts(model, parallel, batch),
-        source="measured on one layer",
+        source=source,
     )
     return table.with_times(ends)
 
 
 def _layer_costs(
     chunks: Sequence[Any], kind: LayerKind, model: Model, parallel: Parallel, batch: Batch
-) -> LayerCosts:
-    """Times of this rank's first layer; none at all where it has no layer, and so nothing to rebuild."""
+) -> tuple[LayerCosts, str]:
+    """Times of this rank's first layer, and where they come from; none at all where it has no layer, and so
+    nothing to rebuild."""
     if not any(transformer_layers(chunks)):
         for _ in range(2 * (WARMUP + REPEATS)):  # those with layers measure in step
             torch.distributed.barrier()
-        return LayerCosts(forward_ns={}, dgrad_ns={}, wgrad_ns={})
+        return LayerCosts(forward_ns={}, dgrad_ns={}, wgrad_ns={}), "no layer here"
     run = LayerRun(chunks, model, parallel, batch)
     collectives, contention = _collectives(run, kind, model, parallel, batch)
     with silent_collectives():
@@ -101,7 +103,9 @@ def _layer_costs(
         beside=tuple(sorted(kind.beside)),
         contention=contention,
     )
-    return _accumulating(run.layer, kind, in_step(alone, *run.whole_ns()))
+    whole = run.whole_ns()
+    source = "measured on one layer" + beyond_belief(alone, *whole)
+    return _accumulating(run.layer, kind, in_step(alone, *whole)), source
 
 
 def agreed(table: CostTable) -> CostTable:
@@ -121,7 +125,8 @@ def agreed(table: CostTable) -> CostTable:
     ends = {name: max(getattr(one, name) for one in tables) for name in places}
     window = min((t for one in tables if (t := one.head_window_ns)), default=0)
     p2p = min((t for one in tables if (t := one.p2p_ns)), default=0)
-    return replace(table, layer=layer, head_window_ns=window, p2p_ns=p2p, **ends)
+    source = next(one.source for one in tables if one.layer is slowest)
+    return replace(table, layer=layer, head_window_ns=window, p2p_ns=p2p, source=source, **ends)
 
 
 def _compute_ns(layer: LayerCosts) -> int:
@@ -170,7 +175,7 @@ class LayerRun:
         size = (rows, batch.micro_batch_size, model.hidden_size)
         self.chunks, self.layer, self.weight = chunks, layer, weight
         self.hidden = torch.randn(size, dtype=weight.dtype, device=weight.device, requires_grad=True)
-        self._grad = torch.ones(size, dtype=weight.dtype, device=weight.device)
+        self._grad = torch.randn(size, dtype=weight.dtype, device=weight.device)
         self._arguments = layer_arguments(chunks, model, batch, weight.device)
         self._wanted = [self.hidden, *(p for p in layer.parameters() if p.requires_grad)]
 
@@ -267,6 +272,23 @@ def in_step(costs: LayerCosts, forward_ns: int, backward_ns: int) -> LayerCosts:
     return costs.at_pace(forward, backward)
 
 
+def beyond_belief(costs: LayerCosts, forward_ns: int, backward_ns: int) -> str:
+    """What ``in_step`` did not take as it was measured, in words; empty if there is nothing."""
+    told = []
+    for name, alone_ns, whole_ns in (
+        ("forward", costs.layer_forward_ns, forward_ns),
+        ("backward", costs.layer_backward_ns, backward_ns),
+    ):
+        low, high = (getattr(costs.at_pace(p, p), f"layer_{name}_ns") for p in (FASTEST, SLOWEST))
+        if not low <= whole_ns <= high:
+            taken = FASTEST if whole_ns < low else SLOWEST
+            told.append(
+                f"; a {name} took {format_ns(whole_ns)} as a whole and {format_ns(alone_ns)} in parts: "
+                f"{taken:g} times its parts is believed"
+            )
+    return "".join(told)
+
+
 def _pace(time_ns: Callable[[float], int], wanted_ns: int) -> float:
     """The factor at which ``time_ns``, which grows with it, is ``wanted_ns``."""
     paces = range(round(FASTEST * 1000), round(SLOWEST * 1000))
@@ -312,7 +334,7 @@ def _collectives(
     weight = run.weight
     size = (batch.seq_length, batch.micro_batch_size, model.hidden_size)
     tensor = torch.zeros(size, dtype=weight.dtype, device=weight.device)
-    rows = torch.ones(batch.seq_length, model.hidden_size, dtype=weight.dtype, device=weight.device)
+    rows = torch.randn(batch.seq_length, model.hidden_size, dtype=weight.dtype, device=weight.device)
 
     def gemm() -> None:
         with torch.no_grad():
