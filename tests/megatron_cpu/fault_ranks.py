@@ -66,7 +66,10 @@ def run(argv: list[str]) -> Found:
             steps = [json.loads(line) for line in path.read_text().splitlines()]
             found.losses = [step["loss"] for step in steps]
             found.peak_bytes = max((step["peak_bytes"] or 0 for step in steps), default=0)
-    with mock.patch.object(training, "destroy_model_parallel"):
+    with (
+        mock.patch.object(training, "destroy_model_parallel"),
+        mock.patch.object(training, "destroy_global_memory_buffer"),
+    ):
         training.destroy_global_state()
     found.printed += printed.getvalue()
     return found
