@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron_lynx.layers import KINDS
 from megatron_lynx.spec import Optimizer
 
 INT = {"num-distributed-optimizer-instances": "num_distributed_optimizer_instances"}
@@ -50,8 +49,6 @@ def complete(values: dict[str, Any]) -> None:
         values.setdefault("accumulate_allreduce_grads_in_fp32", bf16 and not reduced and main == "fp32")
     values.setdefault("mask_from_data", True)
     local = values.setdefault("transformer_impl", "transformer_engine") == "local"
-    if values["transformer_impl"] not in KINDS:
-        values["transformer_impl"] = "local"
     backend = values.pop("attention_backend", "auto")
     values["attention"] = "unfused" if local or backend in ("unfused", "local") else _kernel(backend)
 
