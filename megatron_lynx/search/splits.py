@@ -10,7 +10,8 @@ from megatron_lynx.job import Job
 from megatron_lynx.partition.balance import Evaluations, Partition, even, greedy, search
 from megatron_lynx.partition.layout import parse_layout
 from megatron_lynx.partition.seeds import bottleneck
-from megatron_lynx.search.stages import Split, StagePlans, does_not_fit
+from megatron_lynx.search.lacking import does_not_fit
+from megatron_lynx.search.stages import Split, StagePlans
 
 
 def searched(plans: StagePlans, planner: str, partition: str) -> Split:

@@ -21,11 +21,11 @@ from megatron_lynx.plan import LayerPlan, StagePlan, relabel
 from megatron_lynx.planner import PlannedStage, SolveOptions, StageProblem
 from megatron_lynx.planner.fill import filled
 from megatron_lynx.schedule import turns
+from megatron_lynx.search.lacking import does_not_fit
 from megatron_lynx.search.pools import Pools, aligned, pick
 from megatron_lynx.simulator.engine import SimStage, iteration_ns, sim_stage, stalls_ns
 from megatron_lynx.simulator.floor import RankTimes, floor_ns, rank_times
 from megatron_lynx.simulator.ledger import GraphIndex
-from megatron_lynx.units import GIB, format_bytes
 
 Split = tuple[int, ...]
 """Layers of each virtual stage: chunk 0 of every rank, then chunk 1 of every rank, and so on."""
@@ -390,32 +390,9 @@ class StagePlans:
         counts = [job.footprint(s.plan.stage, len(s.plan.layers)).parameters for s in stages]
         return self.score(stages) + job.step_ns(max(counts))
 
-    def host_ns(self, stages: Sequence[PlannedStage]) -> int:
-        """What the hosts need for a step; 0 where nothing is known of them."""
-        job, table = self.job, self.job.host_costs()
-        if table is None or job.cluster is None or job.cluster.host is None:
-            return 0
-        walks = [sim_stage(s.plan, s.graph, table, job.parallel, job.microbatches) for s in stages]
-        ran = iteration_ns(walks, job.parallel, job.microbatches, table.p2p_ns)
-        return ran + job.cluster.host.step_ns
-
     def placed(self, split: Split, stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
         """The same plans with the layers' global numbers."""
         pp = self.job.parallel.pp
         return tuple(
             replace(s, plan=relabel(s.plan, chunks_of(split, pp, rank))) for rank, s in enumerate(stages)
         )
-
-
-def does_not_fit(job: Job, stage: int, needed: int, static: int, planner: str) -> InfeasibleError:
-    """The error that ``planner`` cannot fit a stage, with the smallest ``--budget`` that would do."""
-    budget = f"--budget {-(-needed * 100 // GIB) / 100:.2f}GiB would fit"
-    if job.cluster is not None and needed > job.cluster.device.memory_bytes:
-        budget += f", but a device of {job.cluster.name} has less"
-    return InfeasibleError(
-        f"--planner {planner} does not fit stage {stage} into {format_bytes(job.memory_bytes)}: "
-        f"it needs {format_bytes(needed)} ({format_bytes(static)} of them static); {budget}",
-        stage=stage,
-        budget_bytes=job.memory_bytes,
-        needed_bytes=needed,
-    )

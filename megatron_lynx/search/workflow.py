@@ -25,6 +25,7 @@ from megatron_lynx.planner.baselines import module_sets
 from megatron_lynx.schedule import in_flight
 from megatron_lynx.search.check import check_plan
 from megatron_lynx.search.given import timeline_of
+from megatron_lynx.search.hosts import host_ns
 from megatron_lynx.search.rows import Row, StageRow
 from megatron_lynx.search.splits import given_split, searched
 from megatron_lynx.search.stages import Split, StagePlans
@@ -176,7 +177,7 @@ def _assemble(bench: StagePlans, planner: str, split: Split) -> Planned:
     layout = job.layout
     if split != given_split(job) or (layout is None and len(set(split)) > 1):
         layout = str(Layout.from_counts(split, job.parallel.pp))
-    device_ns, host_ns = bench.iteration(local), bench.host_ns(local)
+    device_ns, waited_ns = bench.iteration(local), host_ns(bench.job, local)
     whole = Plan(
         planner=planner,
         fingerprint=fingerprint(job.model, job.parallel, job.batch, job.graph),
@@ -189,8 +190,8 @@ def _assemble(bench: StagePlans, planner: str, split: Split) -> Planned:
         plan=whole,
         stages=stages,
         simulated_ns=bench.score(local),
-        iteration_ns=max(device_ns, host_ns),
-        host_bound=host_ns > device_ns,
+        iteration_ns=max(device_ns, waited_ns),
+        host_bound=waited_ns > device_ns,
     )
 
 
