@@ -266,7 +266,8 @@ ROOT = Path(__file__).parents[2]
 def test_a_wheel_takes_all_files_along() -> None:
     """Each file of the package that is no Python matches a pattern of the package data."""
     with (ROOT / "pyproject.toml").open("rb") as file:
-        patterns = tomllib.load(file)["tool"]["setuptools"]["package-data"]["*"]
+        data = tomllib.load(file)["tool"]["setuptools"]["package-data"]
+    patterns = [one.rpartition("/")[2] for places in data.values() for one in places]
     others = [
         p.name for p in (ROOT / "megatron_lynx").rglob("*") if p.is_file() and "__pycache__" not in p.parts
     ]
@@ -275,5 +276,8 @@ def test_a_wheel_takes_all_files_along() -> None:
 
 def test_scripts_are_short() -> None:
     folder = ROOT / "megatron_lynx" / "cli" / "assets"
-    assert {path.name for path in folder.iterdir()} == {*SCRIPTS, "page.html", "page.css"}
+    assert {path.name for path in folder.iterdir()} == {
+        *SCRIPTS,
+        *("page.html", "page.css", "tune.html", "tune.css", "tune.js"),
+    }
     assert all(len(path.read_text("utf-8").splitlines()) <= 400 for path in folder.iterdir())
