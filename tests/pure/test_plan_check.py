@@ -16,7 +16,7 @@ from megatron_lynx.spec import Batch, Model, Parallel
 from tests.support.command import lynx
 from tests.support.planted import Fault, planted
 
-MODEL = Model(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=256)
+MODEL = Model(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=256, attention="unfused")
 
 
 def job(tp: int = 2, pp: int = 2, vpp: int = 1, layout: str | None = None, sp: bool = False) -> Job:
@@ -79,7 +79,7 @@ def test_the_command_line_names_them_too(tmp_path: Path, capsys: pytest.CaptureF
     path = tmp_path / "plan.txt"
     flags = ["--cluster", "toy", "--tp", "2", "--pp", "2", "--seq-length", "64", "--micro-batch-size", "2"]
     shape = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "256"]
-    flags += [*shape, "--global-batch-size", "16"]
+    flags += [*shape, "--global-batch-size", "16", "--transformer-impl", "local"]
     path.write_text(next(text for what, text, _ in FAULTS if what == "layer 77"))
     code, out, err = lynx(capsys, "explain", str(path), *flags)
     assert (code, out) == (2, "")
