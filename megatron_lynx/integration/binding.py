@@ -107,7 +107,8 @@ def bind(chunks: Sequence[Any], executor: Executor) -> Undo:
             if isinstance(part, Submodule) and (inside := list(layer.get_submodule(part.path).modules())[1:]):
                 forward = layer.get_submodule(part.path).forward
                 executor.sites[index][part.name] = QuietCall(forward, inside)
-        wanted = {n for n in kind.names if n in program.steps or executor.hears(n)}
+        missing = {name for name, there in unknown_parts(layer, kind).items() if not there}
+        wanted = {n for n in kind.names if n in program.steps or executor.hears(n)} - missing
         undos += wrap_layer(layer, kind, executor, wanted | program.parents)
     return _all(undos)
 

@@ -1,46 +1,73 @@
-"""Refuses layers that hold something which no kind of layer describes, before anything is measured."""
+"""What a layer holds that its kind does not describe: refused where a result could differ, else kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.integration.binding import kind_of_layer, layer_index
-from megatron_lynx.layers.kind import LayerKind, Submodule
+from megatron_lynx.integration.binding import kind_of_layer, layer_index, transformer_layers, unknown_parts
+from megatron_lynx.layers.kind import Glue, LayerKind, Submodule
+from megatron_lynx.plan import StagePlan
 
+_log = logging.getLogger(__name__)
 _NOTHING = ("IdentityOp", "IdentityFuncOp")
 """Classes of modules that stand for nothing."""
 
 
 def check_layer(layer: Any) -> None:
-    """Refuse a layer whose class, or one of whose modules, is not of its kind.
+    """Refuse a layer whose own class is not of its kind: what its forward does is not known.
 
     Raises:
-        ConfigError: names the layer, the module and its class.
+        ConfigError: names the layer and its class.
     """
     kind = kind_of_layer(layer)
-    where = f"--recompute-method lynx: layer {layer_index(layer)}"
     if type(layer).__name__ != kind.layer_class:
-        raise ConfigError(f"{where} is a {type(layer).__name__}; it supports {kind.layer_class}")
-    for path, found, known in _strangers(layer, kind):
-        has = f"a {found}" if found else "nothing"
-        works = f"{' or '.join(known)} works" if known else "a layer without it works"
-        raise ConfigError(f"{where} has {has} at {path}, which no kind of layer describes; {works}")
+        raise ConfigError(
+            f"--recompute-method lynx: layer {layer_index(layer)} is a {type(layer).__name__}; "
+            f"it supports {kind.layer_class}"
+        )
 
 
-def _strangers(layer: Any, kind: LayerKind) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Modules of ``layer`` that are not of ``kind``: path, class (empty if it is missing), and the classes
-    that were tested there."""
-    known = {part.path: part.classes for part in kind.parts if isinstance(part, Submodule)}
-    known |= dict(kind.parents)
-    modules = dict(layer.named_modules())
-    for path, classes in known.items():
-        found = type(modules[path]).__name__ if path in modules else ""
-        if found not in classes:
-            yield path, found, classes
-    for path, module in modules.items():
-        above = path.rpartition(".")[0]
-        ours = above == "" or above in kind.parents
-        if path and ours and path not in known and type(module).__name__ not in _NOTHING:
-            yield path, type(module).__name__, ()
+def strangers(layer: Any, kind: LayerKind) -> Iterator[tuple[str, str]]:
+    """Parts of ``layer`` that cannot be run again, since something unknown would run with them: the part,
+    and what is unknown.
+
+    A submodule of another class than was tested stands for itself; an unknown parent, or an unknown module
+    in one, for the glue that its code is.
+    """
+    for name, found in unknown_parts(layer, kind).items():
+        yield name, found or "nothing"
+        if (inner := kind.inner().get(name)) is not None:
+            yield inner, found or "nothing"
+    submodules = {part.path for part in kind.parts if isinstance(part, Submodule)}
+    for path, classes in kind.parents.items():
+        parent = layer.get_submodule(path)
+        unknown = [type(parent).__name__] if type(parent).__name__ not in classes else []
+        for name, module in parent.named_children():
+            kept = (*_NOTHING, *kind.within)
+            if f"{path}.{name}" not in submodules and type(module).__name__ not in kept:
+                unknown.append(type(module).__name__)
+        for part in kind.parts:
+            if isinstance(part, Glue) and part.parent == path and unknown:
+                yield part.name, unknown[0]
+
+
+def plan_for(plan: StagePlan, chunks: Sequence[Any]) -> StagePlan:
+    """``plan`` with every part kept that cannot be run again; says once what that is."""
+    unknown: dict[int, dict[str, str]] = {}
+    for layer in (layer for layers in transformer_layers(chunks) for layer in layers):
+        unknown[layer_index(layer)] = dict(strangers(layer, kind_of_layer(layer)))
+    layers, said = [], set[tuple[str, str]]()
+    for one in plan.layers:
+        kept = unknown.get(one.layer, {})
+        said |= {(name, kept[name]) for name, _ in one.choices if name in kept}
+        layers.append(replace(one, choices=tuple(pair for pair in one.choices if pair[0] not in kept)))
+    for name, found in sorted(said):
+        _log.warning(
+            "lynx: %s is kept in every layer, beyond what is planned for memory: %s runs there, "
+            "which no kind of layer describes", name, found,
+        )  # fmt: skip
+    return replace(plan, layers=tuple(layers))

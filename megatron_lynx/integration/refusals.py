@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.layers import KINDS
 
 OFF = (None, False, 0, 1)
 
@@ -111,8 +112,6 @@ REFUSALS = (
     Refusal(flag="--sft", fields=("sft",), reason="a plan is for microbatches of one length"),
     _same("--multi-latent-attention", "multi_latent_attention", reason=_KIND,
           instead="--group-query-attention works"),
-    _same("--qk-layernorm", "qk_layernorm", reason=_KIND),
-    _same("--attention-output-gate", "attention_output_gate", reason=_KIND),
     _same("--experimental-attention-variant", "experimental_attention_variant", reason=_KIND),
     Refusal(flag="--hybrid-layer-pattern", fields=("hybrid_layer_pattern",), reason=_KIND,
             instead="--num-layers works"),
@@ -124,8 +123,8 @@ REFUSALS = (
             reason="its random states cannot be copied for a second run of a region"),
     Refusal(flag="num_microbatches_with_partial_activation_checkpoints",
             config=("num_microbatches_with_partial_activation_checkpoints",), allowed=(None,), reason=_TWICE),
-    _same("--transformer-impl", "transformer_impl", reason=_KIND, allowed=(None, "local"),
-          instead="--transformer-impl local works"),
+    _same("--transformer-impl", "transformer_impl", reason=_KIND, allowed=(None, *KINDS),
+          instead=f"--transformer-impl {' or '.join(KINDS)} works"),
     _same("--moe-paged-stash", "moe_paged_stash", reason=_OFFLOAD),
     _same("--enable-hyper-connections", "enable_hyper_connections", reason=_KIND),
     _same("--enable-mhc-connections", "enable_mhc_connections", reason=_KIND),

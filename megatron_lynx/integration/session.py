@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.integration.binding import bind, kind_of_layer, transformer_layers
+from megatron_lynx.integration.checks import plan_for
 from megatron_lynx.integration.windows import Hooks, in_step
 from megatron_lynx.plan import StagePlan
 from megatron_lynx.runtime.executor import Executor
@@ -55,7 +56,7 @@ class Session:
         self.on_step: Callable[[StepRecord], None] | None = None
         self._hooks = hooks
         self._parallel = parallel
-        self.executor = _executor(plan, parallel, chunks, graph, count_kept)
+        self.executor = _executor(plan_for(plan, chunks), parallel, chunks, graph, count_kept)
         self._unbind = bind(chunks, self.executor)
         hooks.executor = hooks.watcher = self.executor
 

@@ -26,6 +26,9 @@ BESIDE = frozenset(("linear_qkv", "linear_fc1"))
 PARENTS = {"self_attention": ("SelfAttention",), "mlp": ("MLP",)}
 """Modules that hold submodules of a dense layer."""
 
+WITHIN = ("FusedLayerNorm", "WrappedTorchNorm", "LayerNorm", "RMSNorm", "TENorm", "TEActivationOp")
+"""Modules that run between two submodules: norms of queries and keys, an activation."""
+
 RECOMPUTE_MODULES = {
     "core_attn": ("core_attention",),
     "mlp": ("linear_fc1", "activation", "linear_fc2"),

@@ -154,6 +154,7 @@ class LayerKind:
         recompute_modules: by the name that Megatron's ``--recompute-modules`` knows, the regions that it
             runs again.
         parents: modules that hold its submodules: path, and the names of the classes that were tested there.
+        within: names of classes of modules that may run within glue.
     """
 
     name: str
@@ -169,6 +170,7 @@ class LayerKind:
     parameters: Callable[[Model, int], int]
     recompute_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    within: tuple[str, ...] = ()
 
     def having(self, options: Any) -> LayerKind:
         """The kind as it is with ``options``, a ``Model`` or Megatron's config of it."""

@@ -164,4 +164,5 @@ KIND = LayerKind(
     parameters=dense.parameters,
     recompute_modules=dense.RECOMPUTE_MODULES,
     parents=dense.PARENTS,
+    within=dense.WITHIN,
 )

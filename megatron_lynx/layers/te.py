@@ -188,4 +188,6 @@ KIND = LayerKind(
     workspace_bytes=dense.workspace_bytes,
     parameters=dense.parameters,
     recompute_modules=dense.RECOMPUTE_MODULES,
+    parents=dense.PARENTS,
+    within=dense.WITHIN,
 )

@@ -14,7 +14,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.install import install
 from megatron_lynx.integration.session import Session
-from tests.megatron_cpu.lynx_ranks import EVERYTHING, described_graph, parallel_of, stage_plan
+from megatron_lynx.runtime.region import RegionRun
+from tests.megatron_cpu.lynx_ranks import EVERYTHING, described_graph, differences, parallel_of, stage_plan
 from tests.support.small_gpt import MICRO_BATCH, SEQUENCE, train_small_gpt
 
 Check = Callable[[list[Any], dict[str, Any]], list[str]]
@@ -159,3 +160,42 @@ def second_backward(rank: int, world_size: int, model: dict[str, Any]) -> list[s
         return [] if same else ["gradients of a second backward"]
 
     return _with_model(model, check)
+
+
+def strangers(rank: int, world_size: int, where: str) -> tuple[list[str], list[str], int]:
+    """A layer with something that no kind describes at path ``where``: what differs from stock under a plan
+    that drops everything, which parts ran again, and how many microbatches were trained."""
+
+    def strange(chunks: list[Any]) -> None:
+        for layer in transformer_layers(chunks)[0]:
+            module = layer.get_submodule(where)
+            module.__class__ = type("Strange", (type(module),), {})
+
+    def around(wrap: Any) -> Any:
+        @contextlib.contextmanager
+        def inside(chunks: list[Any]) -> Iterator[Callable[..., Any]]:
+            strange(chunks)
+            with wrap(chunks) as schedule:
+                yield schedule
+
+        return inside
+
+    again: set[str] = set()
+    original = RegionRun.rebuild
+
+    def rebuild(run: RegionRun, wanted: Any) -> None:
+        again.add(run.step.name)
+        original(run, wanted)
+
+    @contextlib.contextmanager
+    def planned(chunks: list[Any]) -> Iterator[Callable[..., Any]]:
+        with _session(chunks, {}, "full") as session:
+            yield session.wrap_schedule
+
+    stock = train_small_gpt(steps=2, around=around(lambda _: contextlib.nullcontext(lambda s: s)))
+    RegionRun.rebuild = rebuild  # type: ignore[method-assign]
+    try:
+        lynx = train_small_gpt(steps=2, around=around(planned))
+    finally:
+        RegionRun.rebuild = original  # type: ignore[method-assign]
+    return differences(stock, lynx), sorted(again), len(lynx["losses"][0])

@@ -33,6 +33,7 @@ MODELS: dict[int, list[dict[str, Any]]] = {
         {**LLAMA, "bf16": True},
         {**SWIGLU, "add_bias_linear": True},
         {"num_query_groups": 1},
+        {**LLAMA, "qk_layernorm": True, "attention_output_gate": True},
         {"bf16": True, "attention_softmax_in_fp32": True, "dropout": 0.0},
     ],
     2: [

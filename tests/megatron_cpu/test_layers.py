@@ -45,3 +45,15 @@ def test_fused_gradient_accumulation_beside_an_overlapped_reduction() -> None:
     asked = [Case({"fusion": True}, plans), Case({"fusion": True, "bf16": True}, plans[:2])]
     results = run_ranks(2, "tests.megatron_cpu.lynx_ranks:compare_with_fusion", asked)
     check_outcomes(asked, results)
+
+
+@pytest.mark.parametrize(
+    ("where", "kept"),
+    [("mlp.linear_fc1", {"linear_fc1"}), ("mlp", {"activation"}), ("self_attention", {"qkv_split"})],
+)
+def test_what_no_kind_describes_is_kept_and_the_rest_goes_on(where: str, kept: set[str]) -> None:
+    ((different, again, microbatches),) = run_ranks(1, f"{MODULE}:strangers", where)
+    assert not different
+    assert microbatches == 4
+    assert not kept & set(again)
+    assert {"input_layernorm", "core_attention"} <= set(again)

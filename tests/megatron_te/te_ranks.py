@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+from tests.megatron_cpu.lynx_ranks import train_with_plan
 from tests.support import te_reference
-from tests.support.small_gpt import train_small_gpt
+from tests.support.small_gpt import LAYERS, train_small_gpt
 
 
 def train(rank: int, world_size: int, payload: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -27,3 +29,19 @@ def call_what_is_missing(rank: int, world_size: int, payload: None) -> str:
     except NotImplementedError as error:
         return str(error)
     return ""
+
+
+def extra_kernels(
+    rank: int, world_size: int, asked: tuple[dict[str, Any], list[str]]
+) -> dict[str, dict[str, int]]:
+    """By region: kernels that one step runs beyond stock's when each layer drops that region."""
+    model, regions = asked
+    te_reference.CALLS.clear()
+    train_small_gpt(steps=1, **model)
+    stock = Counter(te_reference.CALLS)
+    found = {}
+    for region in regions:
+        te_reference.CALLS.clear()
+        train_with_plan(model, {layer: {region: "demand"} for layer in range(LAYERS)}, 1)
+        found[region] = dict(Counter(te_reference.CALLS) - stock)
+    return found

@@ -30,15 +30,20 @@ def _losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "rank1.jsonl").read_text().splitlines()]
 
 
-def test_the_trainer_runs_and_its_full_recomputation_computes_the_same(tmp_path: Path) -> None:
+def test_the_trainer_computes_the_same_with_full_recomputation_and_under_plans(tmp_path: Path) -> None:
     common = [*MODEL, *CPU, *TWO_RANKS, "--data-cache-path", str(tmp_path / "cache")]
+    lynx = [*common, "--recompute-method", "lynx", "--lynx-planner"]
     runs = {"none": common, "full": [*common, *FULL]}
+    runs |= {name: [*lynx, name] for name in ("tail-free", "windows", "full-uniform-1")}
     payload = [(str(tmp_path / name), argv) for name, argv in runs.items()]
-    run_ranks(2, "tests.megatron_cpu.test_pretrain_entry:train", payload, te=True)
+    found = run_ranks(2, "tests.megatron_cpu.test_lynx_training:train", payload, te=True)
+    for by_rank in found:
+        assert [run.gradients for run in by_rank] == [by_rank[0].gradients] * len(runs)
+        assert all(run.gradients for run in by_rank)
     losses = _losses(tmp_path / "none")
     assert len(losses) == 3
     assert losses[-1] < losses[0]
-    assert _losses(tmp_path / "full") == losses
+    assert all(_losses(tmp_path / name) == losses for name in runs)
 
 
 def test_a_command_needs_nothing_but_its_environment() -> None:

@@ -246,7 +246,7 @@ def _regions(run: LayerRun, kind: LayerKind, model: Model, batch: Batch) -> tupl
     wgrad = {}
     for name, path in kind.gemms().items():
         linear = run.layer.get_submodule(path)
-        biased = linear.bias is not None and not linear.skip_bias_add
+        biased = _adds_bias(linear)
         wgrad[name] = min(wgrad_ns(tokens, linear.weight, biased), backward[name])
         backward[name] -= wgrad[name]
     if model.hidden_dropout:
@@ -255,6 +255,14 @@ def _regions(run: LayerRun, kind: LayerKind, model: Model, batch: Batch) -> tupl
         for region, mask in masks.items():
             forward[region] = max(0, forward[region] - forward[mask])
     return forward, backward, wgrad
+
+
+def _adds_bias(linear: Any) -> bool:
+    """Whether a linear adds its bias itself, and so sums the gradient of it. (Transformer Engine's has an
+    empty bias where there is none, and another name for leaving it to the caller.)"""
+    bias = linear.bias
+    left = getattr(linear, "skip_bias_add", False) or getattr(linear, "te_return_bias", False)
+    return bias is not None and bias.numel() > 0 and not left
 
 
 FASTEST, SLOWEST = 0.25, 4.0
