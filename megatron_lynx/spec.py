@@ -346,6 +346,10 @@ def layer_facts(model: Model, parallel: Parallel, batch: Batch) -> Facts:
     one, a dropout counts by whether there is one, and what the attention kernel has no use for is out."""
     facts = {k: v for k, v in asdict(model).items() if k not in (*_ENDS, "num_layers")}
     facts |= {"num_query_groups": model.groups, "kv_channels": model.head_size, "ffn_hidden_size": model.ffn}
+    # As Megatron has it after validation, whatever was given.
+    fuses = model.apply_rope_fusion
+    by_default = model.transformer_impl == "transformer_engine" and model.position_embedding_type == "rope"
+    facts["apply_rope_fusion"] = model.rotary and (by_default if fuses is None else fuses)
     for name in ("attention_dropout", "hidden_dropout"):
         facts[name] = facts[name] > 0
     if model.attention == "flash":
