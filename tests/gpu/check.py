@@ -82,9 +82,10 @@ class Row:
 
 
 def jobs(on_gpu: bool) -> list[Job]:
-    """What is trained: local layers always, TE's where they can be."""
-    from megatron_lynx.layers import KINDS
+    """What is trained: local layers always, TE's where they are installed and lynx takes them."""
+    from megatron_lynx.integration.refusals import REFUSALS
 
+    taken = all("transformer_engine" in row.allowed for row in REFUSALS if "transformer_impl" in row.fields)
     local = ["--transformer-impl", "local", "--no-persist-layer-norm"]
     if not on_gpu or find_spec("apex") is None:
         local += ["--no-masked-softmax-fusion"]
@@ -92,7 +93,7 @@ def jobs(on_gpu: bool) -> list[Job]:
         Job("local", tuple(local)),
         Job("local, gradients reduced beside", (*local, *OVERLAPPED), PLANNERS[1:3]),
     ]
-    if find_spec("transformer_engine") is None or "transformer_engine" not in KINDS:
+    if find_spec("transformer_engine") is None or not taken:
         return found
     engine = ("--transformer-impl", "transformer_engine", "--attention-backend")
     return [
@@ -268,14 +269,15 @@ def device(folder: Path) -> Iterator[bool]:
     from megatron_lynx.integration.cpu.backend import cpu_backend_if_requested
     from megatron_lynx.integration.cpu.dataset_helpers import shipped_dataset_helpers
 
-    # What is compared to the last bit must be the same when it is computed twice.
-    fixed = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    os.environ.update(fixed | one)
+    os.environ.update(one)
     with contextlib.ExitStack() as stack:
         on_cpu = stack.enter_context(cpu_backend_if_requested())
-        if not on_cpu:  # the CPU backend brings it
-            stack.enter_context(shipped_dataset_helpers())
+        if not on_cpu:
+            # What is compared to the last bit must be the same when it is computed twice. Before compute
+            # capability 9.0 TE has no fused attention then.
+            os.environ.update(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+            stack.enter_context(shipped_dataset_helpers())  # the CPU backend brings them
         backend = "gloo" if on_cpu else "nccl"
         rendezvous = f"file://{(folder / 'rendezvous').resolve()}"
         torch.distributed.init_process_group(backend, init_method=rendezvous, rank=0, world_size=1)
@@ -298,11 +300,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tiny", action="store_true", help="a model of seconds, to see that it runs")
+    parser.add_argument("--jobs", metavar="NAMES", help="some of them, by semicolons")
     asked = parser.parse_args(argv)
     asked.folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with device(asked.folder) as on_gpu, (asked.folder / "rows.jsonl").open("w") as out:
-        for job in jobs(on_gpu):
+        named = asked.jobs.split(";") if asked.jobs else [job.name for job in jobs(on_gpu)]
+        for job in (job for job in jobs(on_gpu) if job.name in named):
             for plan in ("stock", "stock again", "stock full", *job.planners):
                 late = time.monotonic() - began > SECONDS
                 row = (
