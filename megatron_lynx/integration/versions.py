@@ -19,10 +19,10 @@ from megatron_lynx.errors import InstallError
 
 Parameters = tuple[str, ...]
 
-TESTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0")
-"""Versions of megatron-core whose training was compared with stock's, bit for bit: by the tests from
-wheels (0.16.1 by the core API alone, 0.17.1, 0.18.2, 0.19.2), the others by hand from upstream's
-checkouts. 0.20.0 is upstream's main branch."""
+TESTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.1", "0.19.2", "0.20.0")
+"""Versions of megatron-core whose training was compared with stock's: bit for bit by the tests from wheels
+(0.16.1 by the core API alone, 0.17.1, 0.18.2, 0.19.2); by hand from upstream's checkouts 0.19.1, and
+0.20.0, its main branch (bit for bit by the core API; in the trainer by the digits of the log)."""
 
 TESTED_TORCH = "2.8 to 2.14"
 
