@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.cli.bench_result import from_json
-from megatron_lynx.cost import CostTable
+from megatron_lynx.cost import SCHEMA, CostTable
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def test_profile_writes_costs_that_planning_reads(tmp_path: Path) -> None:
     )
     printed = lynx("profile", "--output", str(out), "--", *arguments.split(), ranks=2)
     table = CostTable.from_json(out.read_text())
-    assert json.loads(out.read_text())["schema"] == 1
+    assert json.loads(out.read_text())["schema"] == SCHEMA
     assert "linear_fc1" in printed
     assert all(time > 0 for time in table.layer.collective_ns.values())
     regions = set(table.layer.forward_ns)

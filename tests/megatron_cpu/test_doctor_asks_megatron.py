@@ -25,7 +25,10 @@ HEALTHY = [
     [
         ("--num-heads 4", "unrecognized arguments: --num-heads 4"),
         ("--lr fast", "argument --lr: invalid float value: 'fast'"),
-        ("--recompute-method lynx --cpu-offloading-num-layers 1 --fp8-format hybrid", "--fp8-format hybrid"),
+        (
+            "--recompute-method lynx --cpu-offloading-num-layers 1 --fp8-format hybrid",
+            "--cpu-offloading-num-layers 1",
+        ),
         ("--recompute-method lynx --lynx-planner opt --lynx-plan " + __file__, "exclude each other"),
     ],
 )

@@ -47,7 +47,7 @@ MODELS: dict[int, list[dict[str, Any]]] = {
         {**LLAMA, **SP, "pp": 2, "vpp": 2},
     ],
 }
-RANDOM_PLANS = {1: 12, 2: 6, 4: 3}
+RANDOM_PLANS = {1: 6, 2: 3, 4: 2}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
