@@ -192,7 +192,7 @@ def test_canvases_are_drawn(page: Browser) -> None:
 
 def test_every_method_that_fits_can_be_shown(page: Browser, plain: Made) -> None:
     for method in plain.data["methods"]:
-        row = f'document.querySelector("#methods tr[data-method={method["name"]}]")'
+        row = f"""document.querySelector('#methods tr[data-method="{method["name"]}"]')"""
         assert page.evaluate(f"{row}.querySelector('button').disabled") == (method["plan"] is None)
         if method["plan"] is None:
             assert page.evaluate(f"{row}.textContent").endswith(method["reason"])
