@@ -26,5 +26,5 @@ def test_the_quickstart_ends_with_equal_losses(tmp_path: Path) -> None:
     losses = re.findall(r"^ *(none|lynx) +(\d+\.\d{6,})", done.stdout, re.MULTILINE)
     assert [name for name, _ in losses] == ["none", "lynx"]
     assert losses[0][1] == losses[1][1]
-    assert (tmp_path / "lynx" / "report" / "plan.txt").read_text().startswith("lynx-plan 1 windows")
+    assert (tmp_path / "lynx" / "report" / "plan.txt").read_text().startswith("lynx-plan 2 windows")
     assert (tmp_path / "lynx.html").read_text().lstrip().lower().startswith("<!doctype html>")
