@@ -199,6 +199,12 @@ class LayerKind:
         """What begins where a glue ends, and the name of the glue."""
         return {part.before: part.name for part in self.parts if isinstance(part, Glue)}
 
+    def called_before(self, glue: Glue) -> tuple[Submodule, ...]:
+        """The submodules that ``glue``'s parent calls up to the glue, in order: a replay answers them from
+        memory."""
+        parts = self.parts[: self.names.index(glue.after) + 1]
+        return tuple(p for p in parts if isinstance(p, Submodule) and p.path.startswith(f"{glue.parent}."))
+
     def gemms(self) -> dict[str, str]:
         """Its linears: name and path."""
         return {p.name: p.path for p in self.parts if isinstance(p, Submodule) and p.gemm}

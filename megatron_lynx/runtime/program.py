@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_lynx.graph import INPUT, LayerGraph
-from megatron_lynx.layers.kind import Glue, LayerKind, Submodule
+from megatron_lynx.layers.kind import Glue, LayerKind
 from megatron_lynx.plan import LayerPlan, StagePlan, Window
 
 
@@ -92,7 +92,7 @@ def _steps(kind: LayerKind, graph: LayerGraph, dropped: frozenset[str], savers: 
     again = {name for name in kind.names if name in dropped or masks.get(name) in dropped}
     glues = [p for p in kind.parts if isinstance(p, Glue) and p.name in again | savers]
     answers = {inner for outer, inner in kind.inner().items() if outer in again}
-    answers |= {name for glue in glues if glue.name in again for name in _asked(kind, glue)}
+    answers |= {part.name for glue in glues if glue.name in again for part in kind.called_before(glue)}
     found = {}
     for name in kind.names:
         if name in masks.values():
@@ -112,12 +112,6 @@ def _steps(kind: LayerKind, graph: LayerGraph, dropped: frozenset[str], savers: 
             answers=name in answers,
         )
     return found
-
-
-def _asked(kind: LayerKind, glue: Glue) -> list[str]:
-    """The submodules that ``glue``'s parent calls up to the glue: a replay answers them from memory."""
-    parts = kind.parts[: kind.names.index(glue.after) + 1]
-    return [p.name for p in parts if isinstance(p, Submodule) and p.path.startswith(f"{glue.parent}.")]
 
 
 def stage_programs(kind: LayerKind, graph: LayerGraph, plan: StagePlan) -> dict[int, LayerProgram]:

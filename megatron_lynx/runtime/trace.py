@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_lynx.graph import INPUT, LayerGraph, Region, Storage
-from megatron_lynx.layers.kind import Glue, Inner, LayerKind, Submodule
+from megatron_lynx.layers.kind import Glue, Inner, LayerKind
 from megatron_lynx.runtime.region import flatten, is_weight
 from megatron_lynx.runtime.rng import RandomSource
 
@@ -86,8 +86,7 @@ class Tracer:
 
     def _asked(self, glue: Glue) -> list[int]:
         """What the parts before ``glue`` in its parent passed on: its replay needs that."""
-        parts = self.kind.parts[: self.kind.names.index(glue.after) + 1]
-        asked = [p.name for p in parts if isinstance(p, Submodule) and p.path.startswith(f"{glue.parent}.")]
+        asked = [part.name for part in self.kind.called_before(glue)]
         return list(dict.fromkeys(key for name in asked for key in self._results.get(name, ())))
 
     def _made_by(self, name: str, value: Any) -> list[int]:

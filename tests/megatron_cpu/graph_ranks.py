@@ -37,14 +37,6 @@ def both_graphs(
     return found
 
 
-def traced_graph(options: dict[str, Any]) -> LayerGraph:
-    """The graph of the first layer of what ``train_small_gpt`` builds from ``options``, as it runs."""
-    found: list[tuple[LayerGraph, LayerGraph]] = []
-    with contextlib.suppress(_TracedError):
-        train_small_gpt(steps=1, around=_tracing(options, found), **options)
-    return found[0][0]
-
-
 class _Watcher:
     """Traces the first layer that runs and ends the training there."""
 
