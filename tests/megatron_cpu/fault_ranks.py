@@ -54,7 +54,7 @@ def run(argv: list[str]) -> Found:
                 mock.patch.dict(os.environ, {ENVIRONMENT_VARIABLE: folder}),
                 contextlib.suppress(SystemExit),
                 contextlib.redirect_stdout(printed),
-                mock.patch.object(training, "finalize_model_grads", _hashed(found.gradients)),
+                mock.patch.object(training, "finalize_model_grads", hashed(found.gradients)),
                 recorder_if_requested(),
                 lynx_trainer(),
             ):
@@ -91,7 +91,7 @@ _sizes: list[list[tuple[str, ...]]] = []
 """The sizes of the command lines that ran in this process; the last ones are in force."""
 
 
-def _hashed(gradients: list[str]) -> Callable[..., None]:
+def hashed(gradients: list[str]) -> Callable[..., None]:
     """Megatron's reduction of gradients; hashes what comes out, every bit of it."""
     from megatron.core.distributed import finalize_model_grads
 

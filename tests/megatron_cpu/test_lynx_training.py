@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from megatron_lynx.cli.run_files import measured, read_report
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.integration.dataset import build_dataset, dataset_arguments
 from megatron_lynx.plan import Choice, LayerPlan, Plan, StagePlan, Window, parse_plan
+from tests.megatron_cpu.fault_ranks import hashed
 from tests.megatron_cpu.test_pretrain_entry import CPU_FLAGS, LLAMA, MODEL
 from tests.support.launch import REPOSITORY, run_ranks
 
@@ -64,7 +63,7 @@ def train(rank: int, world_size: int, payload: list[Run]) -> list[Found]:
         runs.append(found := Found())
         with (
             contextlib.suppress(SystemExit),
-            mock.patch.object(training, "finalize_model_grads", _hashed(found.gradients)),
+            mock.patch.object(training, "finalize_model_grads", hashed(found.gradients)),
             recorder_if_requested(),
             lynx_trainer() as trainer,
         ):
@@ -90,21 +89,6 @@ def train(rank: int, world_size: int, payload: list[Run]) -> list[Found]:
             pretrain.train(args)
         training.destroy_global_state()
     return runs
-
-
-def _hashed(gradients: list[str]) -> Callable[..., None]:
-    """Megatron's reduction of gradients; hashes what goes into the optimizer, every bit of it."""
-    from megatron.core.distributed import finalize_model_grads
-
-    def finalize(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
-        finalize_model_grads(chunks, *args, **kwargs)
-        found = hashlib.sha256()
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                found.update(name.encode() + parameter.main_grad.numpy().tobytes())
-        gradients.append(found.hexdigest())
-
-    return finalize
 
 
 class Runs:
