@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_lynx.cli.health import files, places, sizes, software
-from megatron_lynx.cli.health.facts import Check, Facts, Finding, fail
+from megatron_lynx.cli.health.facts import Check, Facts, Finding, fail, warn
 from megatron_lynx.cli.health.machine import Machine, this_machine
 from megatron_lynx.cli.health.plans import Plans
 from megatron_lynx.cli.launch.capturing import Launch
@@ -78,7 +78,7 @@ def examine(
         raise ConfigError("SCRIPT or -- COMMAND is needed; `lynx doctor train.sh` works")
     source = _source(script, command or (), number)
     launch = source.launch
-    _, words = split(launch.argv)
+    launcher, words = split(launch.argv)
     flags = flags_of(words)
     ranks, _ = world_size(launch)
     environment = {**os.environ, **launch.environment}
@@ -89,6 +89,7 @@ def examine(
         world_size=ranks,
         ranks_per_node=_per_node(launch),
         folder=Path(launch.folder or "."),
+        script=_script(launcher),
     )
     checks: tuple[Check, ...] = (*CHECKS, Plans(tuple(launch.argv) if script is None else (), script))
     found = [finding for check in checks for finding in check(facts)]
@@ -101,6 +102,12 @@ def _source(script: str | None, command: Sequence[str], number: int | None) -> S
     if command and command[0].startswith("--"):
         return Source(launch=Launch(argv=tuple(command), environment=dict(os.environ)))
     return from_command(command, number)
+
+
+def _script(launcher: Sequence[str]) -> str | None:
+    """The name of the script or module that trains, of a launcher's words."""
+    last = launcher[-1] if launcher else ""
+    return Path(last).name if last.endswith(".py") or "-m" in launcher[-2:] else None
 
 
 def _per_node(launch: Launch) -> int | None:
@@ -126,5 +133,9 @@ def _parsed(words: Sequence[str], facts: Facts, ask: Ask) -> Iterator[Finding]:
     except Exception as error:  # whatever a broken installation raises
         yield fail(f"importing Megatron fails: {type(error).__name__}: {error}")
         return
-    if complaint is not None:
+    if complaint is None:
+        return
+    if not facts.gpt and "unrecognized arguments" in complaint:
+        yield warn(f"{complaint}; {facts.script} may know them")
+    else:
         yield fail(complaint)

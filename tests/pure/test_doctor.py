@@ -40,6 +40,7 @@ class Trial:
     machine: Machine = HEALTHY
     ranks: str = "8"
     flags: dict[str, str | None] = field(default_factory=dict)
+    script: str = "pretrain_gpt.py"
 
     def __post_init__(self) -> None:
         for name in ("text.bin", "text.idx", "vocab.json", "merges.txt"):
@@ -69,7 +70,7 @@ class Trial:
     def words(self) -> list[str]:
         """The command line."""
         given = [w for n, v in self.flags.items() for w in (f"--{n}", v) if w is not None]
-        return ["torchrun", "--nproc-per-node", self.ranks, "pretrain_gpt.py", *given]
+        return ["torchrun", "--nproc-per-node", self.ranks, self.script, *given]
 
     def findings(self) -> list[Finding]:
         """What the doctor finds, Megatron's parser aside."""
@@ -134,6 +135,10 @@ def all_of(*plants: Plant) -> Plant:
             one(trial, patch)
 
     return plant
+
+
+def by(script: str) -> Plant:
+    return lambda trial, _: setattr(trial, "script", script)
 
 
 def made_plan(*changes: str) -> Plant:
@@ -233,6 +238,11 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "are lo, eth0, ib0"),
     "gloo's interface": (variable("GLOO_SOCKET_IFNAME", "eth"), "fail", "no interface eth here"),
     "cpu backend beside GPUs": (variable("MEGATRON_LYNX_CPU", "1"), "fail", "where there are GPUs"),
+    "script of another model": (
+        all_of(by("examples/pretrain_t5.py"), flags(*LYNX)),
+        "fail",
+        "pretrain_t5.py builds another model",
+    ),
     "blocking launches": (variable("CUDA_LAUNCH_BLOCKING", "1"), "warn", "nothing overlaps"),
 }  # fmt: skip
 
@@ -272,6 +282,14 @@ HEALTHY_JOBS: dict[str, Plant] = {
         variable("NCCL_SOCKET_IFNAME", "ib"),
     ),
     "cpus": on_cpus,
+    "another model's flags": all_of(
+        by("pretrain_t5.py"),
+        without("num-layers", "seq-length"),
+        flags("--encoder-num-layers", "24", "--encoder-seq-length", "512", "--decoder-seq-length", "128"),
+    ),
+    "a loader of its own": all_of(
+        by("examples/multimodal/train.py"), flags("--dataloader-type", "external", "--data-path", "blend.yaml")
+    ),
 }  # fmt: skip
 
 
@@ -299,6 +317,15 @@ def test_a_script_is_read_like_its_command(tmp_path: Path, monkeypatch: pytest.M
         "--global-batch-size",
         "NCCL_SOCKET_IFNAME=eth7:",
     ]
+
+
+def test_flags_of_a_scripts_own_are_no_failure(tmp_path: Path) -> None:
+    """Megatron's parser does not know them; the script may."""
+    says = "Megatron's parser: unrecognized arguments: --freeze-ViT"
+    for script, level in (("train_vlm.py", "warn"), ("pretrain_gpt.py", "fail")):
+        words = Trial(tmp_path, script=script).words()
+        found = examine(None, words, HEALTHY, ask=lambda _: says)
+        assert [(one.level, one.text.startswith(says)) for one in found] == [(level, True)]
 
 
 def test_one_line_a_finding_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

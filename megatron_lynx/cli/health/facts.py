@@ -37,7 +37,7 @@ class Facts:
 
     ``flags`` are Megatron's, name to words (the last occurrence counts), ``environment`` the variables its
     ranks would see, ``world_size`` how many of them (None: nothing says), ``ranks_per_node`` likewise;
-    ``folder`` is where it starts.
+    ``folder`` is where it starts, ``script`` the name of what trains (None: not said).
     """
 
     flags: Mapping[str, list[str]]
@@ -46,6 +46,7 @@ class Facts:
     world_size: int | None = None
     ranks_per_node: int | None = None
     folder: Path = field(default_factory=Path)
+    script: str | None = None
 
     def has(self, name: str) -> bool:
         """Whether a flag is given."""
@@ -69,6 +70,11 @@ class Facts:
         """A flag's value as a path, from where the job starts."""
         text = self.text(name)
         return None if text is None else self.folder / text
+
+    @property
+    def gpt(self) -> bool:
+        """Whether the job's script is one that trains a GPT, as far as its name says."""
+        return self.script is None or "gpt" in self.script
 
     @property
     def lynx(self) -> bool:

@@ -26,7 +26,9 @@ _DATA = ("data-path", "train-data-path", "valid-data-path", "test-data-path")
 
 
 def data(facts: Facts) -> Iterator[Finding]:
-    """Is there a dataset at each prefix?"""
+    """Is there a dataset at each prefix? A loader of the script's own reads what it likes."""
+    if facts.text("dataloader-type") == "external":
+        return
     given = [name for name in _DATA if facts.has(name)]
     if not given and not any(
         facts.has(n) for n in ("mock-data", "data-args-path", "per-split-data-args-path")

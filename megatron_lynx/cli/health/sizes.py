@@ -16,7 +16,7 @@ _NEEDED = (
 
 def needed_flags(facts: Facts) -> Iterator[Finding]:
     """Flags without which Megatron stops, each with its own assertion."""
-    if any(facts.has(name) for name in ("yaml-cfg", "use-checkpoint-args")):
+    if any(facts.has(name) for name in ("yaml-cfg", "use-checkpoint-args")) or not facts.gpt:
         return
     for name, example in _NEEDED:
         if not facts.has(name):

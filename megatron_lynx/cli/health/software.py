@@ -9,6 +9,7 @@ from megatron_lynx.integration.versions import NEWEST, OLDEST, TESTED, tested_ve
 
 _OLDEST_TORCH = (2, 6)
 _VPP_SINCE = (0, 18)
+_OTHER_MODELS = ("bert", "t5", "vlm", "hybrid", "mamba")
 
 
 def python_and_torch(facts: Facts) -> Iterator[Finding]:
@@ -89,6 +90,15 @@ def transformer_engine(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def model(facts: Facts) -> Iterator[Finding]:
+    """Does the script build what lynx trains?"""
+    if facts.lynx and facts.script in [f"pretrain_{name}.py" for name in _OTHER_MODELS]:
+        yield fail(
+            f"--recompute-method lynx trains GPTModel, and {facts.script} builds another model: "
+            "--recompute-granularity selective works there"
+        )
+
+
 def cpu_backend(facts: Facts) -> Iterator[Finding]:
     """Training on CPUs: asked for where it can be, with the flags it needs."""
     if not facts.cpu:
@@ -110,4 +120,4 @@ def _release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-CHECKS: tuple[Check, ...] = (python_and_torch, megatron, transformer_engine, cpu_backend)
+CHECKS: tuple[Check, ...] = (python_and_torch, megatron, transformer_engine, model, cpu_backend)
