@@ -2,7 +2,8 @@
 
 Weights are saved by their layer's number in the whole model, so any split loads them. The state of a
 distributed optimizer is saved by buckets of one split (``dp_reshardable``), unless
-``--dist-ckpt-optim-fully-reshardable`` was given when it was saved.
+``--dist-ckpt-optim-fully-reshardable`` was given when it was saved. The oldest format, a file for each rank,
+knows one split for everything.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ Split = tuple[tuple[int, ...], ...]
 """By pipeline stage, the number of layers of each of its chunks."""
 
 _ANY_SPLIT = ("fully_reshardable", "fully_sharded_model_space")
+_BY_RANK = "model_optim_rng.pt"
+"""The file of Megatron's oldest format, one for each rank."""
 _SHAPE = (
     *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels"),
     *("position_embedding_type", "untie_embeddings_and_output_weights", "add_bias_linear", "swiglu"),
@@ -58,14 +61,34 @@ def refused_move(saved: Saved, args: Namespace, flag: str) -> str | None:
         was, is_now = getattr(before, field, None), getattr(now, field, None)
         if was is not None and is_now is not None and was != is_now:
             return f"{flag} is of another model: {_name(field)} {was}, not {is_now}; {_works(field, was)}"
+    moved = _moved(before, now)
+    if moved and saved.file.name == _BY_RANK:
+        return (
+            f"{flag} was saved with {moved}, by --ckpt-format torch, a file for each rank, which the same "
+            "sizes alone can load: save it again, with the old ones, by --ckpt-format torch_dist"
+        )
     if getattr(args, "no_load_optim", False) or getattr(args, "finetune", False):
         return None
     if getattr(before, "no_save_optim", False):
         return None
-    return _refused_optimizer(saved, args, flag)
+    return _refused_optimizer(saved, args, moved, flag)
 
 
-def _refused_optimizer(saved: Saved, args: Namespace, flag: str) -> str | None:
+def _moved(before: Namespace, now: Namespace) -> str | None:
+    """Which weights another rank has, in words that follow "was saved with"; None if each has its own."""
+    was, is_now = (getattr(one, "tensor_model_parallel_size", None) for one in (before, now))
+    if was is not None and is_now is not None and was != is_now:
+        return f"--tensor-model-parallel-size {was} and is to be loaded with {is_now}"
+    split, wanted = split_of(before), split_of(now)
+    if split is None or split == wanted:
+        return None
+    return (
+        f"{shown(split)} layers by stage and is to be loaded with "
+        f"{shown(wanted) if wanted else 'another split'}"
+    )
+
+
+def _refused_optimizer(saved: Saved, args: Namespace, moved: str | None, flag: str) -> str | None:
     was, is_now = (bool(getattr(one, "use_distributed_optimizer", False)) for one in (saved.arguments, args))
     if was != is_now:
         does = "with" if was else "without"
@@ -75,14 +98,11 @@ def _refused_optimizer(saved: Saved, args: Namespace, flag: str) -> str | None:
             f"otherwise; {works}, or "
             "--no-load-optim to start with a fresh optimizer"
         )
-    split, wanted = split_of(saved.arguments), split_of(args)
-    if not was or saved.optimizer_sharding in _ANY_SPLIT or split is None or split == wanted:
+    if not was or saved.optimizer_sharding in _ANY_SPLIT or moved is None:
         return None
     return (
-        f"{flag} was saved with {shown(split)} layers by stage and is to be loaded with "
-        f"{shown(wanted) if wanted else 'another split'}, and the distributed optimizer's state was "
-        "saved for one "
-        "split: save it again, with the old split, by --dist-ckpt-optim-fully-reshardable, which any split "
+        f"{flag} was saved with {moved}, and the distributed optimizer's state was saved for one split: save "
+        "it again, with the old split, by --dist-ckpt-optim-fully-reshardable, which any split "
         "loads; or --no-load-optim starts with a fresh optimizer"
     )
 

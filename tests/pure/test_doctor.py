@@ -288,7 +288,8 @@ HEALTHY_JOBS: dict[str, Plant] = {
         flags("--encoder-num-layers", "24", "--encoder-seq-length", "512", "--decoder-seq-length", "128"),
     ),
     "a loader of its own": all_of(
-        by("examples/multimodal/train.py"), flags("--dataloader-type", "external", "--data-path", "blend.yaml")
+        by("examples/multimodal/train.py"),
+        flags("--dataloader-type", "external", "--data-path", "blend.yaml"),
     ),
 }  # fmt: skip
 

@@ -105,6 +105,7 @@ class Facts:
             "num_attention_heads": self.number("num-attention-heads"),
             "ffn_hidden_size": self.number("ffn-hidden-size"),
             "kv_channels": self.number("kv-channels"),
+            "tensor_model_parallel_size": self.size("tensor-model"),
             "pipeline_model_parallel_size": pp,
             "pipeline_model_parallel_layout": self.text("pipeline-model-parallel-layout"),
             "virtual_pipeline_model_parallel_size": vpp,
