@@ -105,8 +105,15 @@ def bind(chunks: Sequence[Any], executor: Executor) -> Undo:
         }
         for part in again:
             if isinstance(part, Submodule) and (inside := list(layer.get_submodule(part.path).modules())[1:]):
-                forward = layer.get_submodule(part.path).forward
-                executor.sites[index][part.name] = QuietCall(forward, inside)
+                module = layer.get_submodule(part.path)
+                call = QuietCall(module.forward, inside, [module], without_ranges)
+                executor.sites[index][part.name] = call
+        if program.span is not None:
+            parents = [
+                layer.get_submodule(path) for path in {p.parent for p in kind.parts if isinstance(p, Glue)}
+            ]
+            call = QuietCall(layer.forward, list(layer.modules())[1:], [layer, *parents], without_ranges)
+            executor.sites[index][program.span.step.name] = call
         missing = {name for name, there in unknown_parts(layer, kind).items() if not there}
         wanted = {n for n in kind.names if n in program.steps or executor.hears(n)} - missing
         undos += wrap_layer(layer, kind, executor, wanted | program.parents)

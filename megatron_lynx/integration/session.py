@@ -11,8 +11,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.graph import LayerGraph
-from megatron_lynx.integration.binding import bind, kind_of_layer, transformer_layers
-from megatron_lynx.integration.checks import plan_for
+from megatron_lynx.integration.binding import bind, kind_of_layer, layer_index, transformer_layers
+from megatron_lynx.integration.checks import plan_for, strangers
 from megatron_lynx.integration.windows import Hooks, in_step
 from megatron_lynx.plan import StagePlan
 from megatron_lynx.runtime.executor import Executor
@@ -92,9 +92,10 @@ def _executor(
     parameter = next((p for chunk in chunks for p in chunk.parameters()), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     kind = kind_of_layer(layers[0]) if layers else None
+    strange = {layer_index(layer) for layer in layers if any(strangers(layer, kind_of_layer(layer)))}
     return Executor(
         plan,
-        stage_programs(kind, graph, plan) if kind else {},
+        stage_programs(kind, graph, plan, strange) if kind else {},
         rng=RandomSource(get_cuda_rng_tracker, device),
         device=device,
         # The group that the layers communicate over, whatever global state says.

@@ -15,13 +15,14 @@ from megatron_lynx.layers.kind import LayerKind
 from megatron_lynx.spec import Batch, Model, Parallel
 
 
-def _found() -> dict[str, LayerKind]:
+def found_kinds() -> dict[str, LayerKind]:
+    """The kinds in the modules of this package, by name."""
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
     kinds: list[LayerKind] = [module.KIND for module in modules if hasattr(module, "KIND")]
     return {kind.name: kind for kind in kinds}
 
 
-KINDS: Mapping[str, LayerKind] = _found()
+KINDS: Mapping[str, LayerKind] = found_kinds()
 """Every kind by its name."""
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from megatron_lynx.runtime.region import flatten, is_weight
-from megatron_lynx.runtime.tape import Known, LayerTape
+from megatron_lynx.runtime.storage import Known
+from megatron_lynx.runtime.tape import LayerTape
 
 
 class Census:

@@ -22,7 +22,8 @@ from megatron_lynx.runtime.program import LayerProgram
 from megatron_lynx.runtime.quiet import QuietCall
 from megatron_lynx.runtime.record import StepRecord
 from megatron_lynx.runtime.rng import RandomSource
-from megatron_lynx.runtime.tape import Known, LayerTape
+from megatron_lynx.runtime.storage import Known
+from megatron_lynx.runtime.tape import LayerTape
 from megatron_lynx.schedule import Action, next_backward, serves
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 
 from megatron_lynx.errors import TapeError
 from megatron_lynx.layers.kind import Glue
-from megatron_lynx.runtime.quiet import without_hooks
+from megatron_lynx.runtime.quiet import without_hooks, without_traces
 
 
 class Meeting(Protocol):
@@ -66,7 +66,7 @@ class GlueSite:
     ) -> None:
         self.glue = glue
         self._forward = forward
-        self._names = vars(parent)
+        self._parent = parent
         self._quietly = quietly
         stood_for = {id(module) for _, module in submodules.values()}
         self._inside = [m for m in parent.modules() if m is not parent and id(m) not in stood_for]
@@ -81,13 +81,7 @@ class GlueSite:
         Raises:
             TapeError: the parent came to its end without calling the submodule after the glue.
         """
-        before = {name: self._names[name] for name in self._answers if name in self._names}
-        self._names.update(self._answers)
-        try:
-            with self._quietly(), without_hooks(self._inside):
-                self._forward(*args, **kwargs)
-        finally:
-            for name in self._answers:
-                del self._names[name]
-            self._names.update(before)
+        with self._quietly(), without_traces((self._parent,)), without_hooks(self._inside):
+            vars(self._parent).update(self._answers)
+            self._forward(*args, **kwargs)
         raise TapeError(f"{self.glue.parent} did not call {self.glue.before} when {self.glue.name} ran again")

@@ -7,8 +7,8 @@ the submodules before answering from memory and the one after it ending the repl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -20,6 +20,7 @@ from megatron_lynx.runtime.rng import RandomSource, RandomState
 from megatron_lynx.runtime.storage import SavedTensor, TapeStorage
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Place = TypeVar("Place")
 
 
 class ReplayDone(Exception):  # noqa: N818 - a signal, not an error
@@ -94,14 +95,15 @@ class RegionRun:
             are kept.
         reads: the absent storages behind the arguments.
         answers: results of the parts that are answered from memory, in the form of ``arguments``.
-        saved, passed: what it made and the plan drops, by ordinal of the save and by place among the
-            tensors that it passed on. A storage that nobody wants any more is gone.
+        saved, passed: what it made and the plan drops, by ordinal of the save, and by the name of the part
+            that passed it on and the place among its tensors. A storage that nobody wants any more is gone.
         packs: how many tensors autograd saved while it ran.
+        closes: of a span (``program``), by part, the glue that ends before it.
     """
 
     __slots__ = (
-        "__weakref__", "answers", "arguments", "call", "host", "layer", "packs", "passed", "random", "reads",
-        "saved", "step", "windows",
+        "__weakref__", "answers", "arguments", "call", "closes", "host", "layer", "packs", "passed", "random",
+        "reads", "saved", "step", "windows",
     )  # fmt: skip
 
     def __init__(
@@ -117,8 +119,9 @@ class RegionRun:
         self.answers: dict[str, Any] = {}
         self.random: RandomState | None = None
         self.saved: list[tuple[int, ref[TapeStorage]]] = []
-        self.passed: list[tuple[int, ref[TapeStorage]]] = []
+        self.passed: list[tuple[tuple[str, int], ref[TapeStorage]]] = []
         self.packs = 0
+        self.closes: Mapping[str, str] = {}
 
     def make(self, label: str, storage: torch.UntypedStorage) -> TapeStorage:
         """A storage that this run made and the plan drops."""
@@ -191,7 +194,7 @@ class Replay:
         self._by_ordinal = dict(self._of(run.saved))
         self._passed = dict(self._of(run.passed))
 
-    def _of(self, made: list[tuple[int, ref[TapeStorage]]]) -> Iterator[tuple[int, TapeStorage]]:
+    def _of(self, made: list[tuple[Place, ref[TapeStorage]]]) -> Iterator[tuple[Place, TapeStorage]]:
         for place, reference in made:
             storage = reference()
             if storage is not None and storage in self._wanted:
@@ -210,7 +213,7 @@ class Replay:
         torch._C._set_grad_enabled(True)
         set_hooks(self._pack, _never)
         try:
-            self.finish(run.call(*args, **kwargs))
+            self.take(run.step.name, run.call(*args, **kwargs))
         except ReplayDone:
             pass
         finally:
@@ -237,13 +240,14 @@ class Replay:
 
     def _fill(self, storage: TapeStorage, tensor: torch.Tensor) -> None:
         if storage in self._wanted:
-            storage.fill(tensor.detach())
+            with torch._C.DisableTorchFunction():
+                storage.fill(tensor.detach())
             self._wanted.discard(storage)
 
-    def finish(self, outputs: Any) -> None:
-        """Take what it passes on, matched by place."""
+    def take(self, name: str, outputs: Any) -> None:
+        """Take what the part ``name`` passes on, matched by place."""
         for place, tensor in enumerate(flatten(outputs)):
-            storage = self._passed.get(place)
+            storage = self._passed.get((name, place))
             if storage is not None:
                 self._fill(storage, tensor)
 
@@ -255,7 +259,7 @@ class Replay:
         """The parent of ``glue`` calls its submodule ``name``: from memory up to the glue, which begins
         with the answer of the one before it and ends with the call of the one after it."""
         if name == glue.before:
-            self.finish((args, kwargs))
+            self.take(glue.name, (args, kwargs))
             raise ReplayDone
         if name == glue.after:
             self._ordinal = 0  # what was saved before is not the glue's own
@@ -263,7 +267,19 @@ class Replay:
 
     def record(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A part that runs inside this one: from memory if it was answered for, else as it is."""
-        return self.answer(name) if name in self.run.answers else call(*args, **kwargs)
+        if name in self.run.answers:
+            return self.answer(name)
+        if ends := self.run.closes.get(name):
+            self._take_within(ends, (args, kwargs))
+        out = call(*args, **kwargs)
+        self._take_within(name, out)
+        return out
+
+    def _take_within(self, name: str, outputs: Any) -> None:
+        """A part inside this one is over: maybe everything wanted is there."""
+        self.take(name, outputs)
+        if not self._wanted:
+            raise ReplayDone
 
     @property
     def region(self) -> str:

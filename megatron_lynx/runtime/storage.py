@@ -8,9 +8,12 @@ collector of cycles.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_lynx.graph import INPUT
 
 
 class Maker(Protocol):
@@ -43,6 +46,11 @@ class TapeStorage:
         self.data, self.maker = data, None
 
 
+Known = tuple[TapeStorage, StorageWeakRef]
+"""A dropped storage and a weak reference to the memory: while that lives, the address cannot be given to
+another storage, so a match is never a mistake."""
+
+
 class SavedTensor:
     """A tensor by its storage and geometry; ``restore`` makes it again once the data is there."""
 
@@ -73,3 +81,19 @@ class SavedTensor:
     def hollow(self, device: torch.device) -> torch.Tensor:
         """A tensor of this geometry with arbitrary content."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+
+
+def unpack(saved: Any) -> Any:
+    """Called by autograd when a backward needs what ``pack`` returned (Rule 4)."""
+    return saved.restore() if isinstance(saved, SavedTensor) else saved
+
+
+class _Nobody:
+    """Stands where no run is."""
+
+    def rebuild_for(self, storage: TapeStorage) -> None:
+        """Nothing to do."""
+
+
+NOTHING = TapeStorage(INPUT, _Nobody(), 0)
+"""The storage of hollow arguments, which are never restored."""

@@ -32,8 +32,7 @@ from weakref import ref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_lynx.graph import INPUT
-from megatron_lynx.runtime.program import LayerProgram, Step
+from megatron_lynx.runtime.program import LayerProgram, Span, Step
 from megatron_lynx.runtime.region import (
     Host,
     RegionRun,
@@ -43,14 +42,10 @@ from megatron_lynx.runtime.region import (
     set_hooks,
     unset_hooks,
 )
-from megatron_lynx.runtime.storage import SavedTensor, TapeStorage
+from megatron_lynx.runtime.storage import NOTHING, Known, SavedTensor, TapeStorage, unpack
 
 _past_modes = torch._C.DisableTorchFunction
 """The tape's own look at tensors is nobody's business, and quicker without function modes."""
-
-Known = tuple[TapeStorage, StorageWeakRef]
-"""A dropped storage and a weak reference to the memory: while that lives, the address cannot be given to
-another storage, so a match is never a mistake."""
 
 
 class LayerTape:
@@ -63,7 +58,18 @@ class LayerTape:
     """
 
     __slots__ = (
-        *("__weakref__", "_glue", "_kept", "_known", "_outside", "_parents", "_results", "_run", "_sites"),
+        *(
+            "__weakref__",
+            "_glue",
+            "_kept",
+            "_known",
+            "_outside",
+            "_parents",
+            "_results",
+            "_run",
+            "_sites",
+            "_span",
+        ),
         *("host", "kept", "kept_bytes", "program", "region", "runs"),
     )
 
@@ -79,6 +85,7 @@ class LayerTape:
         self._kept: set[int] = set()
         self._run: RegionRun | None = None
         self._glue: Step | None = None
+        self._span: Span | None = None
         self._outside: set[int] = set()
         self._parents: dict[str, tuple[Any, set[int]]] = {}
         self._results: dict[str, tuple[Any, list[TapeStorage]]] = {}
@@ -87,7 +94,7 @@ class LayerTape:
     def hooking(self) -> bool:
         """Whether hooks for saved tensors are set now."""
         step = self.program.steps.get(self.region)
-        return self.kept is not None or (step is not None and step.hooked)
+        return self.kept is not None or self._span is not None or (step is not None and step.hooked)
 
     @property
     def layer(self) -> int:
@@ -109,10 +116,13 @@ class LayerTape:
                 self._outside = {id(t) for t in flatten(others)}
             if carried is not None:
                 self._known[hidden.untyped_storage()._cdata] = carried
+        if self.program.span is not None:
+            self._open_span(self.program.span, hidden, others)
         try:
             out = forward()
         finally:
-            self._leave_glue()  # open only where the forward was cut short
+            self._leave_span()  # these are open only where the forward was cut short
+            self._leave_glue()
         output = out[0] if isinstance(out, tuple) else out
         with _past_modes():
             passed = self._known.get(output.untyped_storage()._cdata)
@@ -144,7 +154,13 @@ class LayerTape:
                 return call(*args, **kwargs)
             finally:
                 self.region = previous
-        if step.closes:
+        if self._span is not None:
+            ends = self._span.closes.get(name)
+            if ends != self._span.last:
+                return self._record_spanned(self._span, step, call, args, kwargs)
+            self._close_span(self._span, ends, (args, kwargs))
+            outer = None
+        elif step.closes:
             self._close_glue(args, kwargs)
             outer = None
         kept, self._kept = self._kept, set()
@@ -159,7 +175,7 @@ class LayerTape:
             self._run, self.region = outer, previous
         with _past_modes():
             if run is not None and step.drops_output:
-                self._register_passed(run, out)
+                self._register_passed(run, name, out)
             if step.answers:
                 self._answer(name, out, outer)
         self._kept = kept
@@ -205,10 +221,10 @@ class LayerTape:
     def _hollow(self, tensor: torch.Tensor) -> Any:
         """An argument of which only the geometry matters: what is rebuilt is a mask."""
         self._kept.add(tensor.untyped_storage()._cdata)
-        return tensor if is_weight(tensor) else SavedTensor(_NOTHING, tensor)
+        return tensor if is_weight(tensor) else SavedTensor(NOTHING, tensor)
 
-    def _register_passed(self, run: RegionRun, out: Any) -> None:
-        """What the part passes on and made is dropped."""
+    def _register_passed(self, run: RegionRun, name: str, out: Any) -> None:
+        """What the part ``name`` passes on is dropped, if ``run`` makes it."""
         for place, tensor in enumerate(flatten(out)):
             if is_weight(tensor):
                 continue
@@ -218,7 +234,7 @@ class LayerTape:
             if known is None and key not in self._kept:
                 known = self._register(run.make(run.step.name, storage), storage)
             if known is not None and known[0].maker is run:
-                run.passed.append((place, ref(known[0])))
+                run.passed.append(((name, place), ref(known[0])))
 
     def _register(self, made: TapeStorage, storage: torch.UntypedStorage) -> Known:
         known = (made, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
@@ -234,6 +250,60 @@ class LayerTape:
             outer.reads = tuple(dict.fromkeys((*outer.reads, *reads)))
         else:
             self._results[name] = (result, reads)
+
+    # --- a span --------------------------------------------------------------------------------
+
+    def _open_span(self, span: Span, hidden: torch.Tensor, others: Any) -> None:
+        """The layer begins with parts that run again as one, from the layer's own arguments."""
+        site = self._sites[span.step.name]
+        run = self._run = RegionRun(span.step, self.layer, self.program.windows, site, self.host)
+        self.runs[span.step.name] = ref(run)
+        with _past_modes():
+            reads: list[TapeStorage] = []
+            arguments = (hidden, *others[0]), others[1]
+            run.arguments = map_leaves(arguments, torch.Tensor, self._keeper(reads))
+            run.reads, run.closes = tuple(reads), span.closes
+        if span.step.draws:
+            run.random = self.host.rng.capture()
+        self._span = span
+        set_hooks(self.pack, unpack)
+
+    def _record_spanned(self, span: Span, step: Step, call: Any, args: Any, kwargs: Any) -> Any:
+        """A wrapped part of the span runs."""
+        if ends := span.closes.get(step.name):
+            self._pass_on(span, ends, (args, kwargs))
+        previous, self.region = self.region, step.name
+        try:
+            out = call(*args, **kwargs)
+        finally:
+            self.region = previous
+        if step.name == span.last:
+            self._close_span(span, step.name, out)
+        else:
+            self._pass_on(span, step.name, out)
+        if step.answers:
+            with _past_modes():
+                self._answer(step.name, out, None)
+        if step.opens:
+            self._open_glue(step.opens, out)
+        return out
+
+    def _pass_on(self, span: Span, name: str, out: Any) -> None:
+        """The part ``name`` of the span is over."""
+        if name in span.passes and self._run is not None:
+            with _past_modes():
+                self._register_passed(self._run, name, out)
+
+    def _close_span(self, span: Span, name: str, out: Any) -> None:
+        """The last part, ``name``, is over."""
+        self._pass_on(span, name, out)
+        self._leave_span()
+        self._kept = set()
+
+    def _leave_span(self) -> None:
+        if self._span is not None:
+            self._span = self._run = None
+            unset_hooks()
 
     # --- glue ----------------------------------------------------------------------------------
 
@@ -264,7 +334,7 @@ class LayerTape:
         self._leave_glue()
         if run is not None and step is not None and step.drops_output:
             with _past_modes():
-                self._register_passed(run, (args, kwargs))
+                self._register_passed(run, step.name, (args, kwargs))
         self._kept = set()
 
     def _leave_glue(self) -> None:
@@ -282,26 +352,26 @@ class LayerTape:
         ordinal = 0
         if run is not None:
             ordinal, run.packs = run.packs, run.packs + 1
-        if type(tensor) is not torch.Tensor or is_weight(tensor):
+        if type(tensor) is not torch.Tensor:
             return tensor
-        held = self._reference(tensor, run, ordinal)
-        if held is tensor and self.kept is not None:
-            self.kept(tensor)
+        with _past_modes():
+            held = tensor if is_weight(tensor) else self._reference(tensor, run, ordinal)
+            if held is tensor and self.kept is not None:
+                self.kept(tensor)
         return held
 
     def _reference(self, tensor: torch.Tensor, run: RegionRun | None, ordinal: int) -> Any:
         """``tensor`` by its storage if that is dropped, else itself."""
-        with _past_modes():
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            known = self._known.get(key)
-            if known is None:
-                if run is None or not run.step.drops_saved or key in self._kept:
-                    return tensor
-                known = self._register(run.make(run.step.label, storage), storage)
-            if run is not None and known[0].maker is run:
-                run.saved.append((ordinal, ref(known[0])))
-            return SavedTensor(known[0], tensor)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is None:
+            if run is None or not run.step.drops_saved or key in self._kept:
+                return tensor
+            known = self._register(run.make(run.step.label, storage), storage)
+        if run is not None and known[0].maker is run:
+            run.saved.append((ordinal, ref(known[0])))
+        return SavedTensor(known[0], tensor)
 
     # --- rebuilding ----------------------------------------------------------------------------
 
@@ -327,19 +397,3 @@ class LayerTape:
         alive = {run for reference in self.runs.values() if (run := reference()) is not None}
         held = {storage._cdata: storage.nbytes() for run in alive for storage in run.held()}
         return sum(held.values())
-
-
-def unpack(saved: Any) -> Any:
-    """Called by autograd when a backward needs what ``pack`` returned (Rule 4)."""
-    return saved.restore() if isinstance(saved, SavedTensor) else saved
-
-
-class _Nobody:
-    """Stands where no run is."""
-
-    def rebuild_for(self, storage: TapeStorage) -> None:
-        """Nothing to do."""
-
-
-_NOTHING = TapeStorage(INPUT, _Nobody(), 0)
-"""The storage of hollow arguments, which are never restored."""

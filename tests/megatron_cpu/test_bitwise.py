@@ -85,10 +85,32 @@ def drawn_plans(model: dict[str, Any], count: int) -> list[Assignment]:
     return drawn[-count:]
 
 
+def drawn_beginnings(count: int) -> list[Assignment]:
+    """Plans under which the layers' first parts, more or fewer in each, run again as one (``program.Span``):
+    they are dropped on demand, of the others some. The input of a layer may be dropped too."""
+    drawn: list[Assignment] = []
+    later = st.fixed_dictionaries(dict.fromkeys(EVERYTHING, st.sampled_from(["keep", "demand"])))
+    layer = st.tuples(st.integers(0, len(EVERYTHING)), later, st.booleans())
+
+    @settings(max_examples=4 * count, database=None)
+    @given(st.fixed_dictionaries(dict.fromkeys(range(LAYERS), layer)))
+    def draw(plan: dict[int, tuple[int, dict[str, str], bool]]) -> None:
+        made: Assignment = {}
+        for index, (length, rest, with_input) in plan.items():
+            above = {"input": "demand"} if with_input and index % 2 else {}
+            made[index] = {**above, **rest, **dict.fromkeys(EVERYTHING[:length], "demand")}
+        drawn.append(made)
+
+    draw()
+    return drawn[-count:]
+
+
 def cases(world_size: int) -> list[Case]:
     """Every model with the named plans and some drawn ones."""
+    count = RANDOM_PLANS[world_size]
     return [
-        Case(model, [*NAMED, *drawn_plans(model, RANDOM_PLANS[world_size])]) for model in MODELS[world_size]
+        Case(model, [*NAMED, *drawn_plans(model, count), *drawn_beginnings(count - 1)])
+        for model in MODELS[world_size]
     ]
 
 

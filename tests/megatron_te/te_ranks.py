@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from tests.megatron_cpu.lynx_ranks import train_with_plan
+from tests.megatron_cpu.lynx_ranks import Assignment, counted_collectives, train_with_plan
 from tests.support import te_reference
 from tests.support.small_gpt import LAYERS, train_small_gpt
 
@@ -31,17 +33,26 @@ def call_what_is_missing(rank: int, world_size: int, payload: None) -> str:
     return ""
 
 
-def extra_kernels(
-    rank: int, world_size: int, asked: tuple[dict[str, Any], list[str]]
-) -> dict[str, dict[str, int]]:
-    """By region: kernels that one step runs beyond stock's when each layer drops that region."""
-    model, regions = asked
-    te_reference.CALLS.clear()
-    train_small_gpt(steps=1, **model)
-    stock = Counter(te_reference.CALLS)
-    found = {}
-    for region in regions:
+def extra_work(
+    rank: int, world_size: int, asked: tuple[list[dict[str, Any]], list[str]]
+) -> list[dict[str, dict[str, int]]]:
+    """For each model, by region: kernels and collectives that one step runs beyond stock's when each layer
+    drops that region."""
+    models, regions = asked
+
+    def work(run: Callable[[], object]) -> Counter[str]:
         te_reference.CALLS.clear()
-        train_with_plan(model, {layer: {region: "demand"} for layer in range(LAYERS)}, 1)
-        found[region] = dict(Counter(te_reference.CALLS) - stock)
+        collectives: Counter[str] = Counter()
+        with counted_collectives(collectives):
+            run()
+        return Counter(te_reference.CALLS) + collectives
+
+    found = []
+    for model in models:
+        stock = work(partial(train_small_gpt, steps=1, **model))
+        extra = {}
+        for region in regions:
+            plan: Assignment = {layer: {region: "demand"} for layer in range(LAYERS)}
+            extra[region] = dict(work(partial(train_with_plan, model, plan, 1)) - stock)
+        found.append(extra)
     return found

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.megatron_cpu.lynx_ranks import Case
-from tests.megatron_cpu.test_bitwise import NAMED, check_outcomes, drawn_plans
+from tests.megatron_cpu.lynx_ranks import Assignment, Case
+from tests.megatron_cpu.test_bitwise import NAMED, check_outcomes, drawn_beginnings, drawn_plans
 from tests.support import te_reference
 from tests.support.launch import run_ranks
 
@@ -47,14 +47,17 @@ MODELS: dict[int, list[dict[str, Any]]] = {
         {**LLAMA, **SP, "pp": 2, "vpp": 2},
     ],
 }
-RANDOM_PLANS = {1: 6, 2: 3, 4: 2}
+RANDOM_PLANS = {1: 10, 2: 6, 4: 6}
+
+
+def plans_for(model: dict[str, Any], count: int) -> list[str | Assignment]:
+    """The named plans and ``count`` drawn ones, and half as many beginnings of layers."""
+    return [*NAMED, *drawn_plans(model, count), *drawn_beginnings(count // 2)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_equal_to_the_last_bit(world_size: int) -> None:
-    asked = [
-        Case(model, [*NAMED, *drawn_plans(model, RANDOM_PLANS[world_size])]) for model in MODELS[world_size]
-    ]
+    asked = [Case(model, plans_for(model, RANDOM_PLANS[world_size])) for model in MODELS[world_size]]
     results = run_ranks(world_size, COMPARE, asked, timeout_s=570, te=True)
     check_outcomes(asked, results)
 
@@ -63,7 +66,7 @@ def test_an_attention_that_moves_the_generator_at_dropout_0() -> None:
     """cuDNN's kernel does; what draws after it must find the generator where it left it."""
     assert te_reference.Settings.attention_moves_generator
     model = {**LLAMA, **SP, "pp": 2, "attention_dropout": 0.0}
-    asked = [Case(model, [*NAMED, *drawn_plans(model, 3)])]
+    asked = [Case(model, plans_for(model, 6))]
     results = run_ranks(4, COMPARE, asked, timeout_s=570, te=True)
     check_outcomes(asked, results)
 
@@ -75,14 +78,19 @@ def test_the_newest_transformer_engine() -> None:
 
 
 def test_what_a_dropped_region_costs() -> None:
-    """By region that is dropped: kernels beyond stock's, in one step of 4 layers and 4 microbatches."""
-    model = {**GPT, "dropout": 0.0}
+    """By region that is dropped: kernels and collectives beyond stock's, in one step of 4 layers and 4
+    microbatches. A norm is rebuilt without the GEMM and the collective of its linear; with sequence
+    parallelism that linear, behind it, gathers its input once more."""
     regions = ["input_layernorm", "linear_qkv", "linear_proj", "pre_mlp_layernorm", "linear_fc1"]
-    (found,) = run_ranks(1, "tests.megatron_te.te_ranks:extra_kernels", (model, regions), te=True)
-    assert found == {
-        "input_layernorm": {"layernorm_fwd": 16},
-        "linear_qkv": {"generic_gemm": 16},
+    models = [{**GPT, **sizes, "dropout": 0.0} for sizes in (TP, SP)]
+    norm, gemm, gather = {"layernorm_fwd": 16}, {"generic_gemm": 16}, {"all_gather_single": 16}
+    # No backward reads the outputs of linear_proj and, with a bias, of linear_fc1.
+    tp = {
+        "input_layernorm": norm,
+        "linear_qkv": gemm,
+        "pre_mlp_layernorm": norm,
         "linear_proj": {},
-        "pre_mlp_layernorm": {"layernorm_fwd": 16},
-        "linear_fc1": {},  # the activation adds the bias and saves that sum
+        "linear_fc1": {},
     }
+    for found in run_ranks(2, "tests.megatron_te.te_ranks:extra_work", (models, regions), te=True):
+        assert found == [tp, {**tp, "linear_qkv": gemm | gather}]

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import te_reference
 from tests.support.launch import REPOSITORY, run_ranks
 
-TWO_RANKS = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+PP2 = ("--pipeline-model-parallel-size", "2")
 MODEL = (
     *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--swiglu"),
     *("--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope"),
@@ -23,6 +26,7 @@ MODEL = (
 )
 CPU = ("--distributed-backend", "gloo", "--no-gradient-accumulation-fusion")
 """Without the flags that a CPU needs for local layers."""
+LYNX = ("--recompute-method", "lynx", "--lynx-planner", "windows")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 
 
@@ -30,8 +34,11 @@ def _losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "rank1.jsonl").read_text().splitlines()]
 
 
-def test_the_trainer_computes_the_same_with_full_recomputation_and_under_plans(tmp_path: Path) -> None:
-    common = [*MODEL, *CPU, *TWO_RANKS, "--data-cache-path", str(tmp_path / "cache")]
+@pytest.mark.parametrize("sizes", [TP2, PP2], ids=["tp", "pp"])
+def test_the_trainer_computes_the_same_with_full_recomputation_and_under_plans(
+    tmp_path: Path, sizes: tuple[str, ...]
+) -> None:
+    common = [*MODEL, *CPU, *sizes, "--data-cache-path", str(tmp_path / "cache")]
     lynx = [*common, "--recompute-method", "lynx", "--lynx-planner"]
     runs = {"none": common, "full": [*common, *FULL]}
     runs |= {name: [*lynx, name] for name in ("tail-free", "windows", "full-uniform-1")}
@@ -46,21 +53,26 @@ def test_the_trainer_computes_the_same_with_full_recomputation_and_under_plans(t
     assert all(_losses(tmp_path / name) == losses for name in runs)
 
 
-def test_a_command_needs_nothing_but_its_environment() -> None:
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+SCRIPT = """
+from megatron_lynx.integration import pretrain
+if __name__ == "__main__":
+    pretrain.train(pretrain.parse(None))
+"""
+
+
+@pytest.mark.parametrize("flags", [(), LYNX], ids=["stock", "lynx"])
+def test_commands_need_nothing_but_their_environment(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Two ranks by torchrun: stock by the entry of this package, and a script that knows nothing of lynx by
+    ``lynx run``."""
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    entry: tuple[str, ...] = ("-m", "megatron_lynx.pretrain_gpt")
+    if flags:
+        script = tmp_path / "train.py"
+        script.write_text(SCRIPT)
+        entry = ("-m", "megatron_lynx", "run", str(script))
     one_thread = {"MEGATRON_LYNX_CPU": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            *launcher,
-            "-m",
-            "megatron_lynx.pretrain_gpt",
-            *MODEL,
-            *CPU,
-            "--log-interval",
-            "1",
-        ],
+        [sys.executable, "-m", *launcher, *entry, *MODEL, *CPU, *TP2, *flags, "--log-interval", "1"],
         cwd=REPOSITORY,
         env=os.environ | te_reference.environment() | one_thread,
         capture_output=True,
@@ -69,3 +81,4 @@ def test_a_command_needs_nothing_but_its_environment() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "iteration        3/       3" in done.stdout
+    assert ("regions of 2 layers are dropped and rebuilt" in done.stdout) == bool(flags)

@@ -61,6 +61,7 @@ def train_small_gpt(
     rope: bool = False,
     rotary_percent: float = 1.0,
     te: bool = False,
+    spec: Callable[[], Any] | None = None,
     fusion: bool = False,
     attention: str = "auto",
     activation: str = "gelu",
@@ -73,8 +74,9 @@ def train_small_gpt(
     """Train for ``steps`` optimizer steps; ``fields`` go to ``TransformerConfig``.
 
     ``dropout`` is that of attention too, unless ``attention_dropout`` says otherwise. ``te`` builds the
-    layers of Transformer Engine's spec, not of the local one. ``attention`` is Megatron's attention
-    backend, ``activation`` a name of ``ACTIVATIONS``, ``shape`` a microbatch's: sequences and their length.
+    layers of Transformer Engine's spec, not of the local one; ``spec`` makes the spec of others.
+    ``attention`` is Megatron's attention backend, ``activation`` a name of ``ACTIVATIONS``, ``shape`` a
+    microbatch's: sequences and their length.
     ``fusion`` lets linears add to the main gradients by themselves (``standing_in_for_apex``) while DDP
     reduces them beside the backward, in buckets of 2,000 numbers.
     ``around(chunks)`` is a context entered for the training; it yields what wraps the schedule.
@@ -107,7 +109,8 @@ def train_small_gpt(
         **fields,
     )
     positions = ("rope", rotary_percent) if rope else ("learned_absolute", 1.0)
-    chunks = _build(config, vpp, positions, te, shape[1])
+    layer = spec() if spec else _layer_spec(config, te)
+    chunks = _build(config, vpp, positions, layer, shape[1])
     with around(chunks) if around else contextlib.nullcontext(lambda schedule: schedule) as wrap:
         return _train(chunks, config, steps, vpp, seed, wrap, keep_gradients, shape)
 
@@ -138,14 +141,14 @@ def _forget_attention_backend() -> None:
 
 
 def _build(
-    config: TransformerConfig, vpp: int | None, positions: tuple[Any, float], te: bool, sequence: int
+    config: TransformerConfig, vpp: int | None, positions: tuple[Any, float], layer: Any, sequence: int
 ) -> list[Any]:
     chunks = []
     for stage in range(vpp or 1):
         vp_stage = stage if vpp else None
         model: torch.nn.Module = GPTModel(
             config,
-            _layer_spec(config, te),
+            layer,
             vocab_size=VOCABULARY,
             max_sequence_length=sequence,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -1,0 +1,1 @@
+"""Kinds of layers that tests add, one in a file."""
