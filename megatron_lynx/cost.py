@@ -124,11 +124,12 @@ class CostTable:
 
     ``workspace_bytes`` is what each phase of a layer's backward was measured to need besides saved
     storages (``LayerGraph.cuts``); empty where it was not measured, and then it is estimated.
-    ``p2p_ns`` is one transfer of activations between neighbouring stages. The embedding is the
-    work of the first stage besides its layers, the head that of the last: final norm, output
-    layer, loss, collectives included. ``head_window_ns`` is how long the last stage then waits for
-    the output layer's input gradient, which ``head_backward_ns`` contains. ``graph`` is the
-    fingerprint of the layer's graph and ``job`` what it belongs to in words (``spec.layer_facts``), so
+    ``kept_bytes`` is, by region, what one layer keeps for a microbatch where that was found to differ from
+    what its kind describes. ``p2p_ns`` is one transfer of activations between neighbouring stages. The
+    embedding is the work of the first stage besides its layers, the head that of the last: final norm,
+    output layer, loss, collectives included. ``head_window_ns`` is how long the last stage then waits for
+    the output layer's input gradient, which ``head_backward_ns`` contains. ``graph`` is the fingerprint of
+    the layer's graph as it is described and ``job`` what it belongs to in words (``spec.layer_facts``), so
     that a table is not used for another shape; ``source`` says where the times come from.
     """
 
@@ -140,6 +141,7 @@ class CostTable:
     head_backward_ns: int = 0
     head_window_ns: int = 0
     workspace_bytes: tuple[int, ...] = ()
+    kept_bytes: Mapping[str, int] = field(default_factory=dict)
     graph: str = ""
     job: Facts = field(default_factory=dict)
     source: str = "custom"
@@ -183,12 +185,12 @@ class CostTable:
             if data["schema"] != SCHEMA:
                 raise ConfigError(f"{where}: schema {data['schema']} is unknown; {SCHEMA} works")
             layer = data["layer"]
-            times = {name: _times(layer[name], f"layer.{name}") for name in _LAYER_TIMES}
+            times = {name: _whole(layer[name], f"layer.{name}") for name in _LAYER_TIMES}
             contention = float(layer.get("contention", 1.0))
             if contention < 1.0:
                 raise ValueError(f"layer.contention {contention} is below 1")
             beside = tuple(str(name) for name in layer["beside"])
-            whole = _times({name: data[name] for name in _TABLE_TIMES}, "table")
+            whole = _whole({name: data[name] for name in _TABLE_TIMES}, "table")
             workspaces = tuple(data.get("workspace_bytes", ()))
             if not all(type(size) is int and size >= 0 for size in workspaces):
                 raise ValueError(f"workspace_bytes {workspaces!r} are not whole numbers of bytes")
@@ -196,6 +198,7 @@ class CostTable:
                 layer=LayerCosts(**times, beside=beside, contention=contention),
                 **whole,
                 workspace_bytes=workspaces,
+                kept_bytes=_whole(data.get("kept_bytes", {}), "kept_bytes", "bytes"),
                 graph=str(data["graph"]),
                 job=dict(data.get("job", {})),
                 source=str(data["source"]),
@@ -208,9 +211,9 @@ class CostTable:
             ) from error
 
 
-def _times(table: Mapping[str, Any], where: str) -> dict[str, int]:
-    """``table`` itself, if each of its values is a whole number of nanoseconds."""
+def _whole(table: Mapping[str, Any], where: str, unit: str = "nanoseconds") -> dict[str, int]:
+    """``table`` itself, if each of its values is a whole number of ``unit``."""
     for name, value in table.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{where}: {name} {value!r} is not a whole number of nanoseconds")
+            raise ValueError(f"{where}: {name} {value!r} is not a whole number of {unit}")
     return dict(table)

@@ -10,8 +10,8 @@ a region is run again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 INPUT = "input"
@@ -197,6 +197,32 @@ class LayerGraph:
             for s in self.produced_by(region)
             if s.saved_by or any(reader in gone for reader in self.readers(s.name))
         )
+
+    def keeping(self, kept_bytes: Mapping[str, int]) -> LayerGraph:
+        """The graph with other sizes: what backwards read of a region in ``kept_bytes`` is so large in all.
+
+        Only sums are known, so the region's largest storages that are read grow or shrink; where it has
+        none, there is one more.
+        """
+        storages = list(self.storages)
+        for name, wanted in kept_bytes.items():
+            if name not in self._index.place:
+                continue
+            own = sorted(
+                (i for i, one in enumerate(storages) if one.producer == name and one.saved_by),
+                key=lambda i: storages[i].size_bytes,
+                reverse=True,
+            )
+            missing = wanted - sum(storages[i].size_bytes for i in own)
+            for i in own:
+                size = max(0, storages[i].size_bytes + missing)
+                missing -= size - storages[i].size_bytes
+                storages[i] = replace(storages[i], size_bytes=size)
+            if missing:
+                storages.append(
+                    Storage(name=f"{name}.more", producer=name, size_bytes=missing, saved_by=(name,))
+                )
+        return replace(self, storages=tuple(storages)) if kept_bytes else self
 
     def fingerprint(self) -> str:
         """A hash that changes with any region, storage or size."""

@@ -143,7 +143,7 @@ def make_job(
         model=model,
         parallel=parallel,
         batch=batch,
-        graph=graph,
+        graph=graph.keeping(costs.kept_bytes),
         costs=costs,
         memory_bytes=memory_bytes,
         optimizer=optimizer or Optimizer(),

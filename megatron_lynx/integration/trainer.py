@@ -38,6 +38,7 @@ from megatron_lynx.integration.checks import check_layer
 from megatron_lynx.integration.cpu.backend import cpu_backend_active
 from megatron_lynx.integration.describe import batch_of, device_of, model_of, optimizer_of, parallel_of
 from megatron_lynx.integration.install import install
+from megatron_lynx.integration.measuring.traced import kept_otherwise, said
 from megatron_lynx.integration.planning import Asked, make_plan, read_plan, split_layout, split_of
 from megatron_lynx.integration.report import ReportWriter
 from megatron_lynx.integration.session import Session
@@ -72,10 +73,14 @@ class Trainer:
         print_rank_0(f"> lynx: {versions.untested_note() or versions.find_megatron()}")
         asked = _asked(args, chunks)
         plan, table = _plan(args, asked, chunks)
+        described = layer_graph(asked.model, asked.parallel, asked.batch)
+        kept = kept_otherwise(chunks, asked.model, asked.parallel, asked.batch)
+        if kept:
+            print_rank_0(f"> lynx: {said(kept, described)}")
 
         def start() -> None:
             stage = plan.stages[parallel_state.get_pipeline_model_parallel_rank()]
-            graph = counted_by(layer_graph(asked.model, asked.parallel, asked.batch), asked.model, plan)
+            graph = counted_by(described.keeping(kept), asked.model, plan)
             self.session = Session(
                 self.hooks, stage, asked.parallel, chunks, graph, count_kept=bool(args.lynx_report)
             )

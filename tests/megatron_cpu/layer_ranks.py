@@ -10,12 +10,25 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_model_config, unwrap_model
 
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.graph import LayerGraph
 from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.install import install
+from megatron_lynx.integration.measuring import traced
 from megatron_lynx.integration.session import Session
+from megatron_lynx.layers import layer_graph
 from megatron_lynx.runtime.region import RegionRun
-from tests.megatron_cpu.lynx_ranks import EVERYTHING, described_graph, differences, parallel_of, stage_plan
+from megatron_lynx.spec import Batch
+from tests.megatron_cpu.lynx_ranks import (
+    EVERYTHING,
+    described_graph,
+    described_model,
+    differences,
+    parallel_of,
+    stage_plan,
+)
 from tests.support.small_gpt import MICRO_BATCH, SEQUENCE, train_small_gpt
 
 Check = Callable[[list[Any], dict[str, Any]], list[str]]
@@ -160,6 +173,77 @@ def second_backward(rank: int, world_size: int, model: dict[str, Any]) -> list[s
         return [] if same else ["gradients of a second backward"]
 
     return _with_model(model, check)
+
+
+def odd_passes(rank: int, world_size: int, plan: str) -> list[str]:
+    """Passes that no schedule has, in one step: a second forward before the backward, a forward in training
+    mode whose output nobody wants, an evaluation between. What differs from stock, or is left."""
+
+    def passes(layers: list[Any]) -> list[torch.Tensor]:
+        model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+
+        def through(hidden: torch.Tensor) -> torch.Tensor:
+            for layer in layers:
+                hidden = layer(hidden_states=hidden, attention_mask=None)[0]
+            return hidden
+
+        first, second = _hidden(1), _hidden(2)
+        out = through(first)
+        through(_hidden(3))
+        with torch.no_grad():
+            through(_hidden(4))
+        loss = out.square().sum() + through(second).sin().sum()
+        weights = [layer.mlp.linear_fc1.weight for layer in layers]
+        return list(torch.autograd.grad(loss, [first, second, *weights]))
+
+    def check(chunks: list[Any], model: dict[str, Any]) -> list[str]:
+        layers = transformer_layers(chunks)[0]
+        stock, different = passes(layers), []
+        with _session(chunks, model, plan) as session:
+            for _ in range(2):
+                with session.step(1):
+                    ours = passes(layers)
+                if not all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True)):
+                    different.append("gradients")
+                if session.executor.record.left_bytes:
+                    different.append(f"{session.executor.record.left_bytes} bytes are left")
+            try:
+                Session(
+                    session._hooks,
+                    session.executor.plan,
+                    parallel_of(model),
+                    chunks,
+                    LayerGraph(regions=(), storages=()),
+                )
+            except ConfigError as error:
+                return different if "bound to another model already" in str(error) else [str(error)]
+            return [*different, "a second session was opened"]
+
+    return _with_model({}, check)
+
+
+def kept_otherwise(rank: int, world_size: int, options: dict[str, Any]) -> list[dict[str, int]]:
+    """By region, what a layer keeps other than described: as it is, and with an activation function that
+    nobody knows; and what it keeps there by its description and by the graph that is planned with."""
+    found: list[dict[str, int]] = []
+
+    @contextlib.contextmanager
+    def around(chunks: list[Any]) -> Iterator[Callable[..., Any]]:
+        model = described_model(options, get_model_config(chunks[0]))
+        batch = Batch(seq_length=SEQUENCE, micro_batch_size=MICRO_BATCH, global_batch_size=MICRO_BATCH)
+        shape = model, parallel_of(options), batch
+        inside = unwrap_model(chunks)
+        found.append(traced.kept_otherwise(inside, *shape))
+        for layer in transformer_layers(chunks)[0]:
+            layer.mlp.activation_func = lambda x: torch.nn.functional.gelu(x) * x.sigmoid()
+        found.append(traced.kept_otherwise(inside, *shape))
+        graph = layer_graph(*shape)
+        found.append(dict(traced.kept_by_region(graph)))
+        found.append(dict(traced.kept_by_region(graph.keeping(found[1]))))
+        yield lambda schedule: schedule
+
+    train_small_gpt(steps=0, around=around, **options)
+    return found
 
 
 def strangers(rank: int, world_size: int, where: str) -> tuple[list[str], list[str], int]:

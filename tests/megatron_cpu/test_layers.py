@@ -31,6 +31,19 @@ def test_a_second_backward_of_a_retained_graph() -> None:
     assert run_ranks(1, f"{MODULE}:second_backward", {}) == [[]]
 
 
+@pytest.mark.parametrize("plan", ["full", "windows"])
+def test_passes_that_no_schedule_has(plan: str) -> None:
+    assert run_ranks(1, f"{MODULE}:odd_passes", plan) == [[]]
+
+
+def test_what_a_layer_keeps_beyond_its_description_is_found() -> None:
+    ((known, unknown, described, planned),) = run_ranks(1, f"{MODULE}:kept_otherwise", {})
+    assert known == {}
+    # Its input and its output are described; the function keeps its two factors beside them.
+    assert unknown == {"activation": 2 * described["activation"]}
+    assert planned == {**described, **unknown}
+
+
 def test_hooks_and_ranges_see_no_replay() -> None:
     """A user's module hooks see what they see without recomputation, and profiler ranges close."""
     (found,) = run_ranks(1, "tests.megatron_cpu.lynx_ranks:seen_by_hooks", "full")

@@ -32,7 +32,7 @@ def test_nothing_is_left_after_a_step() -> None:
     cases = [
         Case(model, [*named, *drawn_plans(model, 1), *drawn_beginnings(1)], steps=20) for model in TWO_RANKS
     ]
-    for found in run_ranks(2, "tests.megatron_cpu.lynx_ranks:leftovers", cases):
+    for found in run_ranks(2, "tests.megatron_cpu.lynx_ranks:leftovers", cases, timeout_s=570):
         assert len(found) == len(cases) * (len(named) + 2)
         for name, alive, live in found:
             assert alive == 0, (

@@ -144,3 +144,18 @@ def test_the_fingerprint_follows_sizes() -> None:
     one = layer_graph(gpt(), Parallel(), BATCH).fingerprint()
     assert one == layer_graph(gpt(num_layers=8, name="other"), Parallel(), BATCH).fingerprint()
     assert one != layer_graph(gpt(), Parallel(tp=2), BATCH).fingerprint()
+
+
+@given(st.dictionaries(st.sampled_from(FORWARD_ORDER), st.integers(0, 10**9)))
+def test_a_graph_with_measured_sizes_keeps_what_was_measured(kept: dict[str, int]) -> None:
+    graph = layer_graph(gpt(), Parallel(tp=2), BATCH)
+
+    def by_region(one: LayerGraph) -> dict[str, int]:
+        saved = [s for s in one.storages if s.saved_by]
+        return {name: sum(s.size_bytes for s in saved if s.producer == name) for name in one.names}
+
+    known = {name: size for name, size in kept.items() if name in graph.names}
+    assert by_region(graph.keeping(kept)) == {**by_region(graph), **known}
+    assert [s for s in graph.keeping(kept).storages if not s.saved_by] == [
+        s for s in graph.storages if not s.saved_by
+    ]

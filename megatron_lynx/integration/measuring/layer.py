@@ -176,7 +176,7 @@ class LayerRun:
         self.chunks, self.layer, self.weight = chunks, layer, weight
         self.hidden = torch.randn(size, dtype=weight.dtype, device=weight.device, requires_grad=True)
         self._grad = torch.randn(size, dtype=weight.dtype, device=weight.device)
-        self._arguments = layer_arguments(chunks, model, batch, weight.device)
+        self.arguments = layer_arguments(chunks, model, batch, weight.device)
         self._wanted = [self.hidden, *(p for p in layer.parameters() if p.requires_grad)]
 
     @contextlib.contextmanager
@@ -203,7 +203,7 @@ class LayerRun:
 
     def forward(self) -> Any:
         """The layer's output."""
-        return self.layer(hidden_states=self.hidden, **self._arguments)[0]
+        return self.layer(hidden_states=self.hidden, **self.arguments)[0]
 
     def backward(self, out: Any) -> None:
         """The gradients of the layer's input and of its parameters."""

@@ -20,6 +20,7 @@ from megatron_lynx.integration.agree import gathered
 from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.measuring.ends import run_ends
 from megatron_lynx.integration.measuring.layer import LayerRun, agreed, measure, silent_collectives
+from megatron_lynx.integration.measuring.traced import kept_otherwise
 from megatron_lynx.integration.measuring.undisturbed import undisturbed
 from megatron_lynx.layers import kind_of, layer_graph
 from megatron_lynx.profiler.measure import mark_tensors
@@ -105,11 +106,13 @@ def _working_sets(
 
 
 def measured_costs(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch) -> CostTable:
-    """Times and workspaces, measured on every rank and agreed upon; every rank must call it."""
+    """Times, workspaces and what a layer keeps, measured on every rank and agreed upon; every rank must call
+    it."""
     table = agreed(measure(chunks, model, parallel, batch))
-    graph = layer_graph(model, parallel, batch)
+    kept = kept_otherwise(chunks, model, parallel, batch)
+    graph = layer_graph(model, parallel, batch).keeping(kept)
     sets = working_sets(chunks, model, parallel, batch, graph)
-    return with_workspaces(table, sets, graph)
+    return with_workspaces(replace(table, kept_bytes=kept), sets, graph)
 
 
 def with_workspaces(table: CostTable, sets: Mapping[str, Mapping[str, int]], graph: LayerGraph) -> CostTable:
