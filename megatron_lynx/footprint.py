@@ -97,7 +97,9 @@ def stage_parameters(model: Model, parallel: Parallel, layers: int, *, first: bo
     """Parameters of a rank with ``layers`` layers.
 
     The first stage adds the embedding's shard and the positions, the last the final norm and the
-    output layer, which is a copy of the embedding if the two are tied and the stages differ.
+    output layer, which is a copy of the embedding if the two are tied and the stages differ. A layer of
+    multi-token prediction is there too, with a projection of two hidden rows to one, three norms more, and
+    the embedding.
     """
     embedding = padded_vocabulary(model, parallel) // parallel.tp * model.hidden_size
     count = layers * kind_of(model).parameters(model, parallel.tp)
@@ -107,6 +109,11 @@ def stage_parameters(model: Model, parallel: Parallel, layers: int, *, first: bo
         count += model.norm_parameters
         if not first or model.untie_embeddings_and_output_weights:
             count += embedding
+        own = 2 * model.hidden_size * model.hidden_size // parallel.tp + 3 * model.norm_parameters
+        count += model.mtp_num_layers * (kind_of(model).parameters(model, parallel.tp) + own)
+        if model.mtp_num_layers and not first:
+            count += _position_parameters(model)
+            count += embedding if model.untie_embeddings_and_output_weights else 0
     return count
 
 
@@ -136,23 +143,27 @@ def footprint(
     in_flight: int,
     optimizer: Optimizer | None = None,
     te_workspace_bytes: int = 32 * MIB,
+    counted: tuple[int, int] | None = None,
 ) -> Footprint:
     """Memory of rank ``stage`` when it holds ``layers`` layers.
 
     ``in_flight`` counts the microbatches whose embedding is alive on the first stage;
-    ``te_workspace_bytes`` is what Transformer Engine keeps for its matrix products.
+    ``te_workspace_bytes`` is what Transformer Engine keeps for its matrix products. ``counted`` are the
+    rank's parameters and how many of them train, where a real model was counted.
     """
     optimizer = optimizer or Optimizer()
     first, last = stage == 0, stage == parallel.pp - 1
     count = stage_parameters(model, parallel, layers, first=first, last=last)
-    buffered = _padded(count, parallel, optimizer)
-    shard = -(-buffered // optimizer.shards(parallel.dp))
+    count, trained = counted or (count, count)
+    buffered = _padded(trained, parallel, optimizer)
+    kept = count - trained + (buffered if optimizer.use_distributed_optimizer else trained)
+    shard = -(-buffered // optimizer.shards(parallel.dp * parallel.cp))
     state = optimizer.state_bytes * shard
     main = optimizer.main_param_bytes(model) * shard
     gradient = optimizer.gradient_bytes(model)
     return Footprint(
         parameters=count,
-        weights_bytes=model.dtype_bytes * (buffered if optimizer.use_distributed_optimizer else count),
+        weights_bytes=model.dtype_bytes * kept,
         gradients_bytes=gradient * buffered,
         main_params_bytes=round(main * optimizer.on_device),
         optimizer_bytes=round(state * optimizer.on_device),
@@ -173,8 +184,9 @@ def _padded(count: int, parallel: Parallel, optimizer: Optimizer) -> int:
     reduction there is one bucket."""
     if not optimizer.use_distributed_optimizer:
         return count
-    split = parallel.dp * 128
-    bucket = max(40_000_000, 1_000_000 * parallel.dp) if optimizer.overlap_grad_reduce else count
+    ranks = parallel.dp * parallel.cp
+    split = ranks * 128
+    bucket = max(40_000_000, 1_000_000 * ranks) if optimizer.overlap_grad_reduce else count
     return count + -(-count // max(1, bucket)) * (split // 2) if count % split else count
 
 
@@ -186,7 +198,7 @@ def _step_bytes(model: Model, optimizer: Optimizer, shard: int) -> int:
 
 def _rows(parallel: Parallel, batch: Batch) -> int:
     """Tokens of one microbatch that a rank holds outside of the linears."""
-    tokens = batch.seq_length * batch.micro_batch_size
+    tokens = parallel.tokens(batch)
     return tokens // parallel.tp if parallel.sequence_parallel else tokens
 
 
@@ -194,13 +206,13 @@ def _embedded_bytes(model: Model, parallel: Parallel, batch: Batch) -> int:
     """Token and position indices and the mask of the embedding's dropout."""
     rows = _rows(parallel, batch)
     mask = rows * model.hidden_size * model.mask_bytes if model.hidden_dropout else 0
-    return mask + 2 * INDEX * batch.seq_length * batch.micro_batch_size
+    return mask + 2 * INDEX * parallel.tokens(batch)
 
 
 def embedding_bytes(model: Model, parallel: Parallel, batch: Batch) -> int:
     """The gradient of the embedding's rows and of the positions, each as large as its weight, and the
     incoming gradient (gathered, with sequence parallelism)."""
-    e, tokens = model.dtype_bytes, batch.seq_length * batch.micro_batch_size
+    e, tokens = model.dtype_bytes, parallel.tokens(batch)
     rows = padded_vocabulary(model, parallel) // parallel.tp * model.hidden_size
     return e * (rows + _position_parameters(model) + tokens * model.hidden_size)
 
@@ -210,16 +222,33 @@ def head_bytes(model: Model, parallel: Parallel, batch: Batch) -> int:
 
     The loss: logits, and what ``_loss_bytes`` says. The output layer's backward: the logits' gradient,
     that of its input, and that of its weight before it is added to the buffer. The batch's own mask and
-    indices are alive with the loss.
+    indices are alive with the loss. Layers of multi-token prediction run here, and keep what they save.
     """
-    e, tokens = model.dtype_bytes, batch.seq_length * batch.micro_batch_size
+    e, tokens = model.dtype_bytes, parallel.tokens(batch)
     vocabulary = padded_vocabulary(model, parallel) // parallel.tp
     hidden = _rows(parallel, batch) * model.hidden_size * e
     whole = tokens * model.hidden_size * e
     mask = batch.micro_batch_size * batch.seq_length**2 if model.mask_from_data else 0
     loss = tokens * vocabulary * _loss_bytes(model) + mask + 4 * INDEX * tokens
     backward = e * vocabulary * (tokens + model.hidden_size) + whole
-    return 2 * hidden + max(loss, backward)
+    if not model.mtp_num_layers:
+        return 2 * hidden + max(loss, backward)
+    layer = max(kind_of(model).workspace_bytes(model, parallel, batch))
+    predictions = model.mtp_num_layers * _prediction_bytes(model, parallel, batch)
+    return 2 * hidden + max(loss, backward, layer) + predictions
+
+
+def _prediction_bytes(model: Model, parallel: Parallel, batch: Batch) -> int:
+    """What one layer of multi-token prediction keeps (``multi_token_prediction.py``): all that a layer does,
+    its input twice more (the embedded token and what is projected, two rows wide), its output before and
+    after its norm, the mask of the embedding's dropout, and what its loss saves of the logits."""
+    rows = _rows(parallel, batch)
+    tokens, vocabulary = parallel.tokens(batch), padded_vocabulary(model, parallel)
+    te = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "te"
+    logits = tokens * vocabulary // parallel.tp * (model.dtype_bytes if te else FP32)
+    hidden = rows * model.hidden_size * model.dtype_bytes
+    mask = rows * model.hidden_size * model.mask_bytes if model.hidden_dropout else 0
+    return kind_of(model).graph(model, parallel, batch).kept_bytes() + 5 * hidden + mask + logits
 
 
 def _loss_bytes(model: Model) -> int:
@@ -241,7 +270,7 @@ def _buffers_bytes(
     With gradient accumulation in the GEMM, Transformer Engine returns for each weight a tensor of its
     shape instead of a gradient, and keeps one for each shape (``get_dummy_wgrad``).
     """
-    e, tokens = model.dtype_bytes, batch.seq_length * batch.micro_batch_size
+    e, tokens = model.dtype_bytes, parallel.tokens(batch)
     te = model.transformer_impl == "transformer_engine"
     gathered = tokens * model.hidden_size * e if parallel.sequence_parallel else 0
     heads = model.num_attention_heads // parallel.tp
@@ -328,7 +357,8 @@ def step_ns(
     makes the others; what is left is the last bucket, or what the backward is too short for. With
     ``overlap_param_gather`` the first forward hides the gather likewise.
     """
-    link, dp = cluster.data_link(parallel.tp, parallel.dp), parallel.dp
+    dp = parallel.dp * parallel.cp
+    link = cluster.data_link(parallel.tp, dp)
     gradients, share = optimizer.gradient_bytes(model) * parameters, parameters
     buckets = max(1, parameters // max(40_000_000, 1_000_000 * dp))
     if optimizer.use_distributed_optimizer:

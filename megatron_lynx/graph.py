@@ -94,7 +94,8 @@ class LayerGraph:
 
     A layer's backward falls into *phases*, over each of which memory is counted as one: ``cuts``
     names, in backward order, the regions with whose backward the second phase begins, the third,
-    and so on.
+    and so on. ``fixed`` are regions that are kept whatever a planner would like: what runs there cannot
+    be run again.
 
     Raises:
         ValueError: a name twice, an unknown name, a region that reads what comes later, or cuts out
@@ -104,6 +105,7 @@ class LayerGraph:
     regions: tuple[Region, ...]
     storages: tuple[Storage, ...]
     cuts: tuple[str, ...] = ()
+    fixed: frozenset[str] = frozenset()
     names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """Region names in forward order."""
     _index: _Index = field(init=False, repr=False, compare=False)
@@ -149,9 +151,9 @@ class LayerGraph:
         return tuple(name for name in self.names if name in made)
 
     def droppable(self) -> tuple[str, ...]:
-        """Regions with a storage that some backward reads, the layer's input left out."""
-        saved = {storage.producer for storage in self.storages if storage.saved_by}
-        return tuple(name for name in self.names if name in saved and name != INPUT)
+        """Regions with a storage that some backward reads, without the layer's input and what is fixed."""
+        saved = {storage.producer for storage in self.storages if storage.saved_by} - {INPUT, *self.fixed}
+        return tuple(name for name in self.names if name in saved)
 
     def phase_of(self, region: str) -> int:
         """The phase of a layer's backward in which ``region``'s own backward runs, from 0."""

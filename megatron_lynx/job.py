@@ -6,7 +6,7 @@ training may take on a device. Costs are estimated from a cluster or measured (`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
@@ -16,7 +16,17 @@ from megatron_lynx.graph import LayerGraph
 from megatron_lynx.hardware import Cluster
 from megatron_lynx.layers import kind_of, layer_graph
 from megatron_lynx.schedule import check_microbatches, in_flight
-from megatron_lynx.spec import Batch, Model, Optimizer, Parallel, check_job, differing, layer_facts
+from megatron_lynx.spec import (
+    Batch,
+    Facts,
+    Model,
+    Optimizer,
+    Parallel,
+    differing,
+    divides,
+    flag_of,
+    layer_facts,
+)
 from megatron_lynx.units import format_bytes
 
 
@@ -26,7 +36,8 @@ class Job:
 
     ``memory_bytes`` is what training may take on one device, static memory included. ``layout`` is
     Megatron's ``--pipeline-model-parallel-layout`` where the user gave one. Without a ``cluster``
-    (costs measured in place) the optimizer's step counts as free.
+    (costs measured in place) the optimizer's step counts as free. ``counted`` are the parameters of each
+    stage, and how many of them train, where a real model of that split was counted.
     """
 
     model: Model
@@ -38,6 +49,7 @@ class Job:
     optimizer: Optimizer = field(default_factory=Optimizer)
     layout: str | None = None
     cluster: Cluster | None = None
+    counted: tuple[tuple[int, int], ...] = ()
 
     @property
     def microbatches(self) -> int:
@@ -68,6 +80,7 @@ class Job:
             layers=layers,
             in_flight=in_flight(self.parallel, self.microbatches, stage)[0],
             optimizer=self.optimizer,
+            counted=self.counted[stage] if self.counted else None,
             **({"te_workspace_bytes": self.cluster.device.te_workspace_bytes} if self.cluster else {}),
         )
 
@@ -94,6 +107,66 @@ class Job:
         return host_costs(kind, self.model, self.parallel, self.batch, self.cluster.host)
 
 
+MOST_LAYERS, MOST_MICROBATCHES = 10_000, 100_000
+"""What is planned at most: a mistyped size is an error, not an hour of work."""
+
+
+def check_job(model: Model, parallel: Parallel, batch: Batch) -> None:
+    """Check what holds only for the three together, before anything is planned or started.
+
+    Raises:
+        ConfigError: names the flag, its value and a value that works.
+    """
+    tp, microbatches = parallel.tp, batch.num_microbatches(parallel.dp)
+    for flag, value, most in (
+        ("--num-layers", model.num_layers, MOST_LAYERS),
+        ("--global-batch-size", microbatches, MOST_MICROBATCHES),
+    ):
+        if value > most:
+            what = "layers" if flag == "--num-layers" else "microbatches a step"
+            raise ConfigError(
+                f"{flag}: {value} {what} are more than the {most} that are planned; {most} works"
+            )
+    shared = (
+        ("num_attention_heads", model.num_attention_heads),
+        ("num_query_groups", model.groups),
+        ("ffn_hidden_size", model.ffn),
+    )
+    for name, total in shared:
+        if total % tp:
+            works = max(t for t in range(1, tp) if all(size % t == 0 for _, size in shared))
+            raise ConfigError(f"{flag_of(name)} {total} is not divisible by --tp {tp}; --tp {works} works")
+    if parallel.sequence_parallel:
+        divides(tp * parallel.cp, "tp", batch.seq_length, "seq_length")
+    halves = 2 * parallel.cp if parallel.cp > 1 else 1
+    if batch.seq_length % halves:
+        raise ConfigError(
+            f"--seq-length {batch.seq_length} is not divisible by {halves}, twice --context-parallel-size; "
+            f"--seq-length {halves * (batch.seq_length // halves + 1)} works"
+        )
+    if parallel.pp * parallel.vpp > model.num_layers:
+        raise ConfigError(
+            f"--num-layers {model.num_layers} is fewer than the {parallel.pp * parallel.vpp} stages "
+            f"of --pp {parallel.pp} --vpp {parallel.vpp}; --pp 1 works"
+        )
+    per_step = batch.micro_batch_size * parallel.dp
+    if batch.global_batch_size % per_step:
+        raise ConfigError(
+            f"--global-batch-size {batch.global_batch_size} is not a multiple of "
+            f"--micro-batch-size {batch.micro_batch_size} x --dp {parallel.dp}; "
+            f"--global-batch-size {(batch.global_batch_size // per_step + 1) * per_step} works"
+        )
+    if (
+        parallel.vpp > 1
+        and microbatches % parallel.group_size
+        and (microbatches % parallel.group_size < parallel.pp)
+    ):
+        raise ConfigError(
+            f"--vpp {parallel.vpp} needs a number of microbatches that is a multiple of "
+            f"{parallel.group_size}; --global-batch-size {per_step * parallel.group_size} works"
+        )
+
+
 def make_job(
     model: Model,
     parallel: Parallel,
@@ -105,12 +178,14 @@ def make_job(
     optimizer: Optimizer | None = None,
     layout: str | None = None,
     check_split: bool = True,
+    counted: tuple[tuple[int, int], ...] = (),
+    fixed: frozenset[str] = frozenset(),
 ) -> Job:
     """Put a job together.
 
     ``costs`` replace the estimate; ``memory_bytes`` replaces what the cluster's devices offer.
     ``check_split`` refuses layers that do not divide evenly over the stages, as Megatron does
-    without a layout.
+    without a layout. ``fixed`` are regions that cannot be run again (``LayerGraph``).
 
     Raises:
         ConfigError: names the flag, its value and a value that works.
@@ -118,18 +193,14 @@ def make_job(
     check_job(model, parallel, batch)
     if check_split and layout is None:
         _check_even(model, parallel)
-    graph = layer_graph(model, parallel, batch)
+    graph = replace(layer_graph(model, parallel, batch), fixed=fixed)
     if costs is None:
         if cluster is None:
             raise ConfigError("--cluster is missing; --cluster a100-40g-nvlink works, or --profile FILE")
         fused = (optimizer or Optimizer()).gradient_accumulation_fusion
         costs = estimate_costs(model, parallel, batch, cluster, fused=fused)
     elif costs.graph and costs.graph != graph.fingerprint():
-        different = differing(costs.job, layer_facts(model, parallel, batch)) if costs.job else ""
-        raise ConfigError(
-            f"--profile: the costs ({costs.source}) were measured for another layer shape"
-            f"{different and ': ' + different}; `lynx profile` with this job's flags works"
-        )
+        raise _other_layer(costs, layer_facts(model, parallel, batch))
     if memory_bytes is None:
         if cluster is None:
             raise ConfigError("--budget is missing; --budget 32GiB works")
@@ -149,9 +220,19 @@ def make_job(
         optimizer=optimizer or Optimizer(),
         layout=layout,
         cluster=cluster,
+        counted=counted,
     )
     check_microbatches(parallel, job.microbatches)
     return job
+
+
+def _other_layer(costs: CostTable, facts: Facts) -> ConfigError:
+    """The error that ``costs`` are not those of a layer with these facts."""
+    different = differing(costs.job, facts) if costs.job else ""
+    return ConfigError(
+        f"--profile: the costs ({costs.source}) were measured for another layer shape"
+        f"{different and ': ' + different}; `lynx profile` with this job's flags works"
+    )
 
 
 def _check_even(model: Model, parallel: Parallel) -> None:

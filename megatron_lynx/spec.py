@@ -14,7 +14,8 @@ from typing import Literal
 from megatron_lynx.errors import ConfigError
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The flag of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -22,19 +23,20 @@ def _positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{_flag(name)} {value!r} must be a whole number of at least 1")
+            raise ConfigError(f"{flag_of(name)} {value!r} must be a whole number of at least 1")
 
 
-def _divides(divisor: int, by: str, total: int, of: str) -> None:
+def divides(divisor: int, by: str, total: int, of: str) -> None:
+    """Check that the field ``by`` divides the field ``of``.
+
+    Raises:
+        ConfigError: it does not.
+    """
     if total % divisor:
-        works = (total // divisor + 1) * divisor
+        works, flag = (total // divisor + 1) * divisor, flag_of(of)
         raise ConfigError(
-            f"{_flag(of)} {total} is not divisible by {_flag(by)} {divisor}; {_flag(of)} {works} would be"
+            f"{flag} {total} is not divisible by {flag_of(by)} {divisor}; {flag} {works} would be"
         )
-
-
-MOST_LAYERS, MOST_MICROBATCHES = 10_000, 100_000
-"""What is planned at most: a mistyped size is an error, not an hour of work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,7 @@ class Model:
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     add_bias_linear: bool = True
     untie_embeddings_and_output_weights: bool = False
+    mtp_num_layers: int = 0
     attention_dropout: float = 0.1
     hidden_dropout: float = 0.1
     attention: Literal["flash", "fused", "unfused"] = "flash"
@@ -102,8 +105,8 @@ class Model:
             if getattr(self, optional) is not None:
                 _positive(self, optional)
         if self.kv_channels is None:
-            _divides(self.num_attention_heads, "num_attention_heads", self.hidden_size, "hidden_size")
-        _divides(self.groups, "num_query_groups", self.num_attention_heads, "num_attention_heads")
+            divides(self.num_attention_heads, "num_attention_heads", self.hidden_size, "hidden_size")
+        divides(self.groups, "num_query_groups", self.num_attention_heads, "num_attention_heads")
         if self.swiglu + self.squared_relu + self.quick_geglu > 1:
             raise ConfigError("--swiglu, --squared-relu and --quick-geglu exclude each other; --swiglu works")
         if not 0.0 < self.rotary_percent <= 1.0:
@@ -113,8 +116,8 @@ class Model:
         for name in ("attention_dropout", "hidden_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(
-                    f"{_flag(name)} {getattr(self, name)} must be at least 0 and below 1; "
-                    f"{_flag(name)} 0.1 works"
+                    f"{flag_of(name)} {getattr(self, name)} must be at least 0 and below 1; "
+                    f"{flag_of(name)} 0.1 works"
                 )
 
     @property
@@ -157,7 +160,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """Parallel sizes: tensor, pipeline, virtual pipeline (chunks per rank) and data.
+    """Parallel sizes: tensor, pipeline, virtual pipeline (chunks per rank), data and context.
 
     Raises:
         ConfigError: a size below 1, or VPP without PP.
@@ -167,11 +170,13 @@ class Parallel:
     pp: int = 1
     vpp: int = 1
     dp: int = 1
+    cp: int = 1
+    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
     sequence_parallel: bool = False
     microbatch_group_size: int | None = None
 
     def __post_init__(self) -> None:
-        _positive(self, "tp", "pp", "vpp", "dp")
+        _positive(self, "tp", "pp", "vpp", "dp", "cp")
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(f"--vpp {self.vpp} needs a pipeline; --vpp 1 works with --pp 1")
         if self.sequence_parallel and self.tp == 1:
@@ -181,6 +186,10 @@ class Parallel:
                 "--microbatch-group-size-per-virtual-pipeline-stage "
                 f"{self.microbatch_group_size} is below --pp {self.pp}; {self.pp} works"
             )
+
+    def tokens(self, batch: Batch) -> int:
+        """Tokens of one microbatch on one context-parallel rank."""
+        return batch.seq_length * batch.micro_batch_size // self.cp
 
     @property
     def group_size(self) -> int:
@@ -275,60 +284,13 @@ class Batch:
         return self.global_batch_size // (self.micro_batch_size * dp)
 
 
-def check_job(model: Model, parallel: Parallel, batch: Batch) -> None:
-    """Check what holds only for the three together, before anything is planned or started.
-
-    Raises:
-        ConfigError: names the flag, its value and a value that works.
-    """
-    tp, microbatches = parallel.tp, batch.num_microbatches(parallel.dp)
-    for flag, value, most in (
-        ("--num-layers", model.num_layers, MOST_LAYERS),
-        ("--global-batch-size", microbatches, MOST_MICROBATCHES),
-    ):
-        if value > most:
-            what = "layers" if flag == "--num-layers" else "microbatches a step"
-            raise ConfigError(
-                f"{flag}: {value} {what} are more than the {most} that are planned; {most} works"
-            )
-    shared = (
-        ("num_attention_heads", model.num_attention_heads),
-        ("num_query_groups", model.groups),
-        ("ffn_hidden_size", model.ffn),
-    )
-    for name, total in shared:
-        if total % tp:
-            works = max(t for t in range(1, tp) if all(size % t == 0 for _, size in shared))
-            raise ConfigError(f"{_flag(name)} {total} is not divisible by --tp {tp}; --tp {works} works")
-    if parallel.sequence_parallel:
-        _divides(tp, "tp", batch.seq_length, "seq_length")
-    if parallel.pp * parallel.vpp > model.num_layers:
-        raise ConfigError(
-            f"--num-layers {model.num_layers} is fewer than the {parallel.pp * parallel.vpp} stages "
-            f"of --pp {parallel.pp} --vpp {parallel.vpp}; --pp 1 works"
-        )
-    per_step = batch.micro_batch_size * parallel.dp
-    if batch.global_batch_size % per_step:
-        raise ConfigError(
-            f"--global-batch-size {batch.global_batch_size} is not a multiple of "
-            f"--micro-batch-size {batch.micro_batch_size} x --dp {parallel.dp}; "
-            f"--global-batch-size {(batch.global_batch_size // per_step + 1) * per_step} works"
-        )
-    if (
-        parallel.vpp > 1
-        and microbatches % parallel.group_size
-        and (microbatches % parallel.group_size < parallel.pp)
-    ):
-        raise ConfigError(
-            f"--vpp {parallel.vpp} needs a number of microbatches that is a multiple of "
-            f"{parallel.group_size}; --global-batch-size {per_step * parallel.group_size} works"
-        )
-
-
 Facts = Mapping[str, int | str | bool]
 """What a plan or a profile was made for, by the names of fields and flags."""
 
-_ENDS = ("name", "vocab_size", "max_position_embeddings", "untie_embeddings_and_output_weights")
+_ENDS = (
+    *("name", "vocab_size", "max_position_embeddings", "untie_embeddings_and_output_weights"),
+    "mtp_num_layers",
+)
 """Fields of a model that change no layer: what is above and below them."""
 
 _FLAGS = {
@@ -358,6 +320,11 @@ def layer_facts(model: Model, parallel: Parallel, batch: Batch) -> Facts:
         **facts,
         "tensor_model_parallel_size": parallel.tp,
         "sequence_parallel": parallel.sequence_parallel,
+        **(
+            {"context_parallel_size": parallel.cp, "cp_comm_type": parallel.cp_comm_type}
+            if parallel.cp > 1
+            else {}
+        ),
         "seq_length": batch.seq_length,
         "micro_batch_size": batch.micro_batch_size,
     }
@@ -386,7 +353,7 @@ def differing(made_for: Facts, own: Facts) -> str:
     """The facts that differ, by flag: what something was made for, and this job's."""
     names = [name for name in {**made_for, **own} if made_for.get(name) != own.get(name)]
     told = [
-        f"{_FLAGS.get(name, _flag(name))} {_said(made_for, name)}, this job has {_said(own, name)}"
+        f"{_FLAGS.get(name, flag_of(name))} {_said(made_for, name)}, this job has {_said(own, name)}"
         for name in names
     ]
     return "; ".join(told)

@@ -146,6 +146,7 @@ def _job(path: Path, costs: CostTable | None, cluster: Cluster | None) -> tuple[
             layout=facts["layout"],
             optimizer=Optimizer(**facts["optimizer"]),
             check_split=False,
+            counted=tuple((int(all_), int(trained)) for all_, trained in facts.get("counted", ())),
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not a job ({error!r}); --lynx-report writes one") from error

@@ -19,6 +19,7 @@ from megatron_lynx.layers.kind import Glue, Inner, LayerKind, Operation, Submodu
 from megatron_lynx.runtime.executor import Executor
 from megatron_lynx.runtime.glue import GlueSite
 from megatron_lynx.runtime.quiet import QuietCall
+from megatron_lynx.spec import Parallel
 
 Undo = Callable[[], None]
 
@@ -71,6 +72,21 @@ def unknown_parts(layer: Any, kind: LayerKind) -> dict[str, str]:
             if there not in part.classes:
                 found[part.name] = there
     return found
+
+
+def weight_of(layer: Any, path: str) -> Any:
+    """The weight of the linear at ``path``, inside whatever is wrapped around it: the largest of its
+    parameters."""
+    return max(layer.get_submodule(path).parameters(), key=lambda parameter: parameter.numel())
+
+
+def slots_of(layer: Any, parallel: Parallel) -> tuple[str, ...]:
+    """The waits in the backward of a real layer: a frozen linear needs its input no more, so that it is not
+    gathered again."""
+    kind = kind_of_layer(layer)
+    frozen = {name for name, path in kind.gemms().items() if not weight_of(layer, path).requires_grad}
+    skipped = {f"{name}.gather" for name in frozen}
+    return tuple(slot for slot in kind.backward_slots(parallel) if slot not in skipped)
 
 
 def _class_at(layer: Any, path: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.integration.agree import gathered
 from megatron_lynx.integration.binding import kind_of_layer, layer_index, transformer_layers, unknown_parts
 from megatron_lynx.layers.kind import Glue, LayerKind, Submodule
 from megatron_lynx.plan import StagePlan
@@ -55,19 +56,27 @@ def strangers(layer: Any, kind: LayerKind) -> Iterator[tuple[str, str]]:
                 yield part.name, unknown[0]
 
 
+def fixed_parts(chunks: Sequence[Any]) -> frozenset[str]:
+    """Parts that no layer of the model can run again, which planners leave alone; every rank must call it."""
+    layers = [layer for chunk in transformer_layers(chunks) for layer in chunk]
+    own = [frozenset(name for name, _ in strangers(layer, kind_of_layer(layer))) for layer in layers]
+    found = [one for rank in gathered(own) for one in rank]
+    return frozenset.intersection(*found) if found else frozenset()
+
+
 def plan_for(plan: StagePlan, chunks: Sequence[Any]) -> StagePlan:
     """``plan`` with every part kept that cannot be run again; says once what that is."""
     unknown: dict[int, dict[str, str]] = {}
     for layer in (layer for layers in transformer_layers(chunks) for layer in layers):
         unknown[layer_index(layer)] = dict(strangers(layer, kind_of_layer(layer)))
-    layers, said = [], set[tuple[str, str]]()
+    layers, beyond = [], set[str]()
     for one in plan.layers:
         kept = unknown.get(one.layer, {})
-        said |= {(name, kept[name]) for name, _ in one.choices if name in kept}
+        beyond |= {name for name, _ in one.choices if name in kept}
         layers.append(replace(one, choices=tuple(pair for pair in one.choices if pair[0] not in kept)))
-    for name, found in sorted(said):
+    for name, found in sorted({pair for kept in unknown.values() for pair in kept.items()}):
         _log.warning(
-            "lynx: %s is kept in every layer, beyond what is planned for memory: %s runs there, "
-            "which no kind of layer describes", name, found,
+            "lynx: %s is kept%s: %s runs there, which no kind of layer describes",
+            name, ", beyond what is planned for memory" if name in beyond else "", found,
         )  # fmt: skip
     return replace(plan, layers=tuple(layers))

@@ -28,6 +28,7 @@ def model_of(args: Namespace, config: Any, device: torch.device) -> Model:
         rotary_percent=args.rotary_percent,
         max_position_embeddings=args.max_position_embeddings,
         untie_embeddings_and_output_weights=args.untie_embeddings_and_output_weights,
+        mtp_num_layers=config.mtp_num_layers or 0,
         cross_entropy_loss_fusion=config.cross_entropy_loss_fusion,
         cross_entropy_fusion_impl=getattr(config, "cross_entropy_fusion_impl", "native"),
         **layer_options(config, args.transformer_impl, device),
@@ -105,6 +106,8 @@ def parallel_of(args: Namespace) -> Parallel:
         pp=args.pipeline_model_parallel_size,
         vpp=args.virtual_pipeline_model_parallel_size or 1,
         dp=args.data_parallel_size,
+        cp=args.context_parallel_size,
+        cp_comm_type=(getattr(args, "cp_comm_type", None) or ["p2p"])[0],
         sequence_parallel=args.sequence_parallel,
         microbatch_group_size=args.microbatch_group_size_per_vp_stage
         if args.virtual_pipeline_model_parallel_size
@@ -151,6 +154,7 @@ def model_before_validation(args: Namespace) -> Model:
         position_embedding_type=_positions(args),
         max_position_embeddings=args.max_position_embeddings,
         untie_embeddings_and_output_weights=args.untie_embeddings_and_output_weights,
+        mtp_num_layers=args.mtp_num_layers or 0,
         transformer_impl=args.transformer_impl,
         vocab_size=getattr(args, "padded_vocab_size", None) or args.vocab_size or 51200,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,

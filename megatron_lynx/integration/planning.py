@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError, PlanError
@@ -30,7 +31,8 @@ class Asked:
     """What the user asked for: the job, its memory per device, the planner, the split.
 
     ``stages`` are the layers that each stage of the model really has, ``layout`` the same as Megatron's
-    layout string; None where the split is even.
+    layout string; None where the split is even. ``counted`` are each stage's parameters, and how many train;
+    ``fixed`` the regions that no layer can run again.
     """
 
     model: Model
@@ -40,6 +42,8 @@ class Asked:
     planner: str
     layout: str | None
     stages: tuple[Chunks, ...]
+    counted: tuple[tuple[int, int], ...]
+    fixed: frozenset[str]
     optimizer: Optimizer
     profile: Path | None
 
@@ -100,6 +104,8 @@ def _plan(asked: Asked, table: CostTable) -> Plan:
             planner=asked.planner,
             layout=asked.layout,
             optimizer=asked.optimizer,
+            counted=asked.counted,
+            fixed=asked.fixed,
         )
 
 
@@ -113,11 +119,14 @@ def split_layout(args: Namespace, memory_bytes: int) -> str | None:
         ConfigError, InfeasibleError: as planning does.
     """
     table = CostTable.from_json(Path(args.lynx_profile).read_text("utf-8"), "--lynx-profile")
-    ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    cp = args.context_parallel_size
+    ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * cp
     parallel = Parallel(
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
         dp=max(1, int(os.environ.get("WORLD_SIZE", "1")) // ranks),
+        cp=cp,
+        cp_comm_type=(args.cp_comm_type or ["p2p"])[0],
         sequence_parallel=args.sequence_parallel,
     )
     batch = Batch(
@@ -139,6 +148,14 @@ def split_layout(args: Namespace, memory_bytes: int) -> str | None:
     return plan.layout
 
 
+def counted_parameters(chunks: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """The parameters of each stage, and how many of them train; every rank must call it."""
+    own = {id(p): p for chunk in chunks for p in chunk.parameters()}.values()
+    counts = sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
+    found = gathered((parallel_state.get_pipeline_model_parallel_rank(), counts))
+    return tuple(counts for _, counts in sorted(dict(found).items()))
+
+
 def split_of(chunks: Sequence[Any]) -> tuple[tuple[Chunks, ...], str | None]:
     """The layers that each stage of the model really has, whatever flags made it so; and Megatron's layout
     string for it, None where it is even. Every rank must call it."""
@@ -153,4 +170,6 @@ def split_of(chunks: Sequence[Any]) -> tuple[tuple[Chunks, ...], str | None]:
                 f"--recompute-method lynx: stage {stage} of the model has the layers {found}, which do not "
                 "follow on each other; a model of transformer layers alone works"
             )
-    return stages, str(Layout.from_counts(counts, len(stages))) if len(set(counts)) > 1 else None
+    predictions = get_model_config(chunks[0]).mtp_num_layers or 0
+    uneven = len(set(counts)) > 1
+    return stages, str(Layout.from_counts(counts, len(stages), predictions)) if uneven else None

@@ -125,5 +125,6 @@ def _job(asked: Asked, plan: Plan, run: str) -> str:
         "memory_bytes": asked.memory_bytes,
         "layout": asked.layout or plan.layout,
         "optimizer": asdict(asked.optimizer),
+        "counted": asked.counted,
     }
     return json.dumps(facts, indent=1) + "\n"

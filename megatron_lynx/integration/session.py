@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.graph import LayerGraph
-from megatron_lynx.integration.binding import bind, kind_of_layer, layer_index, transformer_layers
+from megatron_lynx.integration.binding import bind, kind_of_layer, layer_index, slots_of, transformer_layers
 from megatron_lynx.integration.checks import plan_for, strangers
 from megatron_lynx.integration.windows import Hooks, in_step
 from megatron_lynx.plan import StagePlan
@@ -58,6 +58,10 @@ class Session:
         self._parallel = parallel
         self.executor = _executor(plan_for(plan, chunks), parallel, chunks, graph, count_kept)
         self._unbind = bind(chunks, self.executor)
+        self.executor.own_slots = {
+            layer_index(layer): slots_of(layer, parallel)
+            for layer in (layer for layers in transformer_layers(chunks) for layer in layers)
+        }
         hooks.executor = hooks.watcher = self.executor
 
     def wrap_schedule(self, schedule: Callable[..., Any]) -> Callable[..., Any]:

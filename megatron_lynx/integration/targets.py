@@ -22,6 +22,7 @@ from megatron_lynx.integration.windows import (
     windowed_batched_p2p,
     windowed_collective,
     windowed_p2p,
+    windowed_shapes,
 )
 
 Replace = Callable[[Callable[..., Any], Hooks], Callable[..., Any]]
@@ -69,6 +70,7 @@ TARGETS = (
     # Pipeline transfers of every schedule.
     Target("megatron.core.pipeline_parallel.p2p_communication._batched_p2p_ops", windowed_batched_p2p),
     Target("megatron.core.pipeline_parallel.p2p_communication._p2p_ops", windowed_p2p),
+    Target("megatron.core.pipeline_parallel.schedules.P2PCommunicator", windowed_shapes),
 )
 
 

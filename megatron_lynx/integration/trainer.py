@@ -34,12 +34,19 @@ from megatron_lynx.integration.arguments import (
 )
 from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.checkpoints import check_checkpoint
-from megatron_lynx.integration.checks import check_layer
+from megatron_lynx.integration.checks import check_layer, fixed_parts
 from megatron_lynx.integration.cpu.backend import cpu_backend_active
 from megatron_lynx.integration.describe import batch_of, device_of, model_of, optimizer_of, parallel_of
 from megatron_lynx.integration.install import install
 from megatron_lynx.integration.measuring.traced import kept_otherwise, said
-from megatron_lynx.integration.planning import Asked, make_plan, read_plan, split_layout, split_of
+from megatron_lynx.integration.planning import (
+    Asked,
+    counted_parameters,
+    make_plan,
+    read_plan,
+    split_layout,
+    split_of,
+)
 from megatron_lynx.integration.report import ReportWriter
 from megatron_lynx.integration.session import Session
 from megatron_lynx.integration.targets import TARGETS, Target
@@ -137,6 +144,8 @@ def _asked(args: Namespace, chunks: list[Any]) -> Asked:
         planner=args.lynx_planner or ("opt" if memory else "windows"),
         layout=args.pipeline_model_parallel_layout or layout,
         stages=stages,
+        counted=counted_parameters(chunks),
+        fixed=fixed_parts(chunks),
         optimizer=optimizer_of(args),
         profile=Path(args.lynx_profile) if args.lynx_profile else None,
     )

@@ -77,6 +77,7 @@ NAMES: dict[str, Name] = {
     ),
     "megatron.core.pipeline_parallel.p2p_communication._batched_p2p_ops": _always(_P2P),
     "megatron.core.pipeline_parallel.p2p_communication._p2p_ops": _always(_P2P),
+    "megatron.core.pipeline_parallel.schedules.P2PCommunicator": _always(("pp_group", "config")),
     "megatron.training.training.setup_model_and_optimizer": Name(
         (
             (OLDEST, ("model_provider_func", "model_type", "checkpointing_context")),

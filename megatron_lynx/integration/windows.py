@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from megatron_lynx.plan import Window
 from megatron_lynx.runtime.executor import Executor
 
@@ -108,6 +110,36 @@ def windowed_p2p(original: Callable[..., Any], hooks: Hooks) -> Callable[..., An
         return {**works, "recv_next": WindowWork(works["recv_next"], executor, window)}
 
     return p2p
+
+
+def windowed_shapes(original: Any, hooks: Hooks) -> Any:
+    """A subclass of the pipeline's communicator ``original``. Where lengths vary, ranks exchange shapes
+    before they transfer anything, and wait for the next stage there: that wait opens the stall."""
+    distributed: Any = torch.distributed
+
+    class WindowedCommunicator(original):
+        """``original``, with a stall where it waits for the shape of a gradient."""
+
+        def _communicate_shapes(self, *args: Any, **kwargs: Any) -> Any:
+            executor = hooks.executor
+            awaited = kwargs["recv_next"] if "recv_next" in kwargs else args[3]
+            window = executor.stall_window() if executor is not None and awaited else None
+            if executor is None or window is None:
+                return super()._communicate_shapes(*args, **kwargs)
+            launch = distributed.batch_isend_irecv
+
+            def launched(operations: Any) -> Any:
+                works = launch(operations)
+                return [WindowWork(works[0], executor, window), *works[1:]] if works else works
+
+            distributed.batch_isend_irecv = launched
+            try:
+                return super()._communicate_shapes(*args, **kwargs)
+            finally:
+                distributed.batch_isend_irecv = launch
+
+    WindowedCommunicator.__name__ = WindowedCommunicator.__qualname__ = original.__name__
+    return WindowedCommunicator
 
 
 def _stall(executor: Executor | None, transfer: dict[str, Any]) -> Window | None:

@@ -102,6 +102,7 @@ def assemble(
     masks = {part.name for part in parts if isinstance(part, Mask)}
     masks |= {part.inside for part in parts if isinstance(part, Mask)}
     talks = {*forward_slots(parallel), *([INPUT] if parallel.tp > 1 else [])}
+    talks |= {"core_attention"} if parallel.cp > 1 else set()
     needs = {**_READS, "linear_proj": ("output_gate.out" if gate else "core_attention.out",), **reads}
     regions = tuple(
         Region(
@@ -141,7 +142,7 @@ class Sizes:
     def of(cls, model: Model, parallel: Parallel, batch: Batch) -> Sizes:
         """The sizes of one job."""
         e, tp = model.dtype_bytes, parallel.tp
-        tokens = batch.seq_length * batch.micro_batch_size
+        tokens = parallel.tokens(batch)
         rows = tokens // tp if parallel.sequence_parallel else tokens
         heads = model.num_attention_heads // tp
         wide = tokens * model.ffn // tp * e

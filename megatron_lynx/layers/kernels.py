@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_lynx.spec import Batch, Model
+from megatron_lynx.spec import Batch, Model, Parallel
 
 TE = "transformer_engine"
 
@@ -37,7 +37,7 @@ def softmax_bytes(model: Model, tp: int, batch: Batch) -> int:
     return 4 if wide and not fuses_softmax(model, tp, batch) else model.dtype_bytes
 
 
-def rotation_bytes(model: Model, batch: Batch) -> int:
+def rotation_bytes(model: Model, parallel: Parallel, batch: Batch) -> int:
     """Sines and cosines that the rotary embedding saves, for queries and for keys; a kernel of Transformer
     Engine's, which rotates in one go, saves none."""
     fused = model.apply_rope_fusion
@@ -45,4 +45,6 @@ def rotation_bytes(model: Model, batch: Batch) -> int:
         fused = model.transformer_impl == TE and model.position_embedding_type == "rope"
     if fused or not model.rotary:
         return 0
-    return 4 * batch.seq_length * int(model.head_size * model.rotary_percent) * model.dtype_bytes
+    return (
+        4 * batch.seq_length // parallel.cp * int(model.head_size * model.rotary_percent) * model.dtype_bytes
+    )

@@ -89,7 +89,7 @@ def _attention_storages(model: Model, parallel: Parallel, batch: Batch) -> tuple
     savers += ["core_attention"] if viewed or not repeated else []
     return (
         made("linear_qkv.out", heads.fused, *savers),
-        *split_storages(model, batch),
+        *split_storages(model, parallel, batch),
         *split,
         made("qkv_split.queries", heads.queries if heads.new or heads.merged else 0, "core_attention"),
         made(

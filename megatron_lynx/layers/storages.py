@@ -25,7 +25,7 @@ def existing(storages: Iterable[Storage]) -> tuple[Storage, ...]:
 
 def rows_of(parallel: Parallel, batch: Batch) -> int:
     """Rows (tokens) of the tensors that sequence parallelism splits."""
-    rows = batch.seq_length * batch.micro_batch_size
+    rows = parallel.tokens(batch)
     return rows // parallel.tp if parallel.sequence_parallel else rows
 
 
@@ -69,7 +69,7 @@ class Heads:
     def of(cls, model: Model, parallel: Parallel, batch: Batch) -> Heads:
         """Those of one microbatch."""
         heads, groups = model.num_attention_heads // parallel.tp, model.groups // parallel.tp
-        head = batch.seq_length * batch.micro_batch_size * model.head_size * model.dtype_bytes
+        head = parallel.tokens(batch) * model.head_size * model.dtype_bytes
         grouped = heads > groups
         return cls(
             fused=(heads * (2 if model.attention_output_gate else 1) + 2 * groups) * head,
@@ -81,9 +81,9 @@ class Heads:
         )
 
 
-def split_storages(model: Model, batch: Batch) -> tuple[Storage, ...]:
+def split_storages(model: Model, parallel: Parallel, batch: Batch) -> tuple[Storage, ...]:
     """What the split makes besides queries and keys."""
-    return (made("qkv_split.rotation", rotation_bytes(model, batch), "qkv_split"),)
+    return (made("qkv_split.rotation", rotation_bytes(model, parallel, batch), "qkv_split"),)
 
 
 def gate_storages(model: Model, heads: Heads) -> tuple[Storage, ...]:
@@ -116,7 +116,7 @@ def residual_storages(model: Model, rows: int, *, attention_saved_by: Iterable[s
 
 def mlp_storages(model: Model, parallel: Parallel, batch: Batch) -> tuple[Storage, ...]:
     """From the output of fc1 to the input of fc2."""
-    wide = batch.seq_length * batch.micro_batch_size * model.ffn // parallel.tp * model.dtype_bytes
+    wide = parallel.tokens(batch) * model.ffn // parallel.tp * model.dtype_bytes
     fc1 = wide * (2 if model.gated else 1)
     inner, saves_fc1 = _activation_inner(model, fc1, wide)
     return (
@@ -147,5 +147,5 @@ def _activation_inner(model: Model, fc1: int, wide: int) -> tuple[int, bool]:
 
 
 def scores_bytes(model: Model, parallel: Parallel, batch: Batch) -> int:
-    """Elements of one s x s tensor of all heads."""
-    return batch.micro_batch_size * model.num_attention_heads // parallel.tp * batch.seq_length**2
+    """Elements of one s x s tensor of all heads, of which a context-parallel rank has its rows."""
+    return parallel.tokens(batch) * model.num_attention_heads // parallel.tp * batch.seq_length

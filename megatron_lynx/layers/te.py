@@ -83,7 +83,7 @@ def _attention_storages(model: Model, parallel: Parallel, batch: Batch) -> tuple
     Else Transformer Engine copies each of the three that is not a tensor of its own.
     """
     heads, kernel = Heads.of(model, parallel, batch), attention_kernel(model)
-    viewed = not (heads.new or heads.grouped or model.attention_output_gate)
+    viewed = not (heads.new or heads.grouped or model.attention_output_gate or parallel.cp > 1)
     own_queries = heads.queries if heads.new or heads.merged else 0
     own_keys = heads.keys if heads.new else 0
     copied = {
@@ -98,15 +98,20 @@ def _attention_storages(model: Model, parallel: Parallel, batch: Batch) -> tuple
     repeated = kernel == "unfused" and heads.grouped
     if repeated:
         copied |= {"keys": heads.queries, "values": heads.queries}
+    if parallel.cp > 1 and parallel.cp_comm_type == "p2p":  # keys and values travel in one tensor
+        copied |= {"keys": heads.keys, "values": heads.keys}
+        repeated = True
+    elif parallel.cp > 1 and "a2a" in parallel.cp_comm_type:  # all heads for a part of the tokens come back
+        copied, savers = {"queries": heads.queries, "keys": heads.keys, "values": heads.keys}, []
     return (
         made("linear_qkv.out", heads.fused, *(savers if viewed else [])),
-        *split_storages(model, batch),
+        *split_storages(model, parallel, batch),
         *_qk_norm_storages(model, heads),
         made("qkv_split.queries", own_queries, *savers),
         made("qkv_split.keys", own_keys, *([] if repeated else savers)),
         *(made(f"core_attention.{name}", size, "core_attention") for name, size in copied.items()),
         *_kernel_storages(model, parallel, batch),
-        *_output_storages(model, batch, heads),
+        *_output_storages(model, parallel, batch, heads),
         *gate_storages(model, heads),
     )
 
@@ -123,11 +128,12 @@ def _qk_norm_storages(model: Model, heads: Heads) -> tuple[Storage, ...]:
     )
 
 
-def _output_storages(model: Model, batch: Batch, heads: Heads) -> tuple[Storage, ...]:
+def _output_storages(model: Model, parallel: Parallel, batch: Batch, heads: Heads) -> tuple[Storage, ...]:
     """The output of attention, which the flash and fused kernels save too. Flash has the batch first: with
-    more than one sequence what goes on is a copy of what it saved."""
+    more than one sequence what goes on is a copy of what it saved; so it is where heads are exchanged."""
     reader, kernel = attention_reader(model), attention_kernel(model)
-    if kernel == "flash" and batch.micro_batch_size > 1:
+    exchanged = parallel.cp > 1 and "a2a" in parallel.cp_comm_type
+    if exchanged or (kernel == "flash" and batch.micro_batch_size > 1):
         return (
             made("core_attention.by_batch", heads.queries, "core_attention"),
             made("core_attention.out", heads.queries, reader),
@@ -143,12 +149,23 @@ def _kernel_storages(model: Model, parallel: Parallel, batch: Batch) -> tuple[St
     if kernel == "unfused":
         sizes = _score_bytes(model, parallel, batch, scores)
     else:
-        sizes = {"logsumexp": scores // batch.seq_length * 4, "random_state": 16}
+        sizes = {
+            "logsumexp": scores // batch.seq_length * 4,
+            "random_state": 16 * _runs(parallel, 2, parallel.cp),
+        }
     if kernel == "fused":
-        sizes["sequence_ends"] = 4 * (batch.micro_batch_size + 1)
+        sizes["sequence_ends"] = 4 * (batch.micro_batch_size + 1) * _runs(parallel, 3, 2 * parallel.cp)
         offset = model.num_attention_heads // parallel.tp * 4
         sizes["offset"] = 0 if model.softmax_type == "vanilla" else offset
     return tuple(made(f"core_attention.{name}", size, "core_attention") for name, size in sizes.items())
+
+
+def _runs(parallel: Parallel, gathered: int, passed_on: int) -> int:
+    """How often attention that is split over context-parallel ranks has something: ``gathered`` where keys
+    and values are, ``passed_on`` where they go from rank to rank; once where heads are exchanged."""
+    if parallel.cp == 1:
+        return 1
+    return {"p2p": passed_on, "all_gather": gathered}.get(parallel.cp_comm_type, 1)
 
 
 def _score_bytes(model: Model, parallel: Parallel, batch: Batch, scores: int) -> dict[str, int]:

@@ -83,12 +83,13 @@ class Layout:
             )
 
     @classmethod
-    def from_counts(cls, counts: Sequence[int], pp: int) -> Layout:
-        """The layout with ``counts`` transformer layers in its stages, chunk by chunk."""
+    def from_counts(cls, counts: Sequence[int], pp: int, predictions: int = 0) -> Layout:
+        """The layout with ``counts`` transformer layers in its stages, chunk by chunk, and so many layers of
+        multi-token prediction in the last one."""
         stages = ["t" * count for count in counts]
         if stages:
             stages[0] = "E" + stages[0]
-            stages[-1] += "L"
+            stages[-1] += "m" * predictions + "L"
         return cls(pp=pp, stages=tuple(stages))
 
     @property

@@ -44,7 +44,7 @@ def none(problem: StageProblem, options: SolveOptions) -> Answer:
 
 
 def _whole(graph: LayerGraph) -> dict[str, Choice]:
-    return {name: "demand" for name in graph.names if name != INPUT}
+    return {name: "demand" for name in graph.names if name not in (INPUT, *graph.fixed)}
 
 
 def uniform(problem: StageProblem, group: int) -> StagePlan:
@@ -108,7 +108,7 @@ def megatron_graph(graph: LayerGraph, module: tuple[str, ...]) -> LayerGraph:
         else s
         for s in graph.storages
     )
-    return LayerGraph(regions=regions, storages=storages, cuts=graph.cuts)
+    return LayerGraph(regions=regions, storages=storages, cuts=graph.cuts, fixed=graph.fixed)
 
 
 def module_sets(recompute_modules: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -155,7 +155,7 @@ def chosen_modules(problem: StageProblem, planner: str) -> Answer:
             raise ConfigError(
                 f"--planner {planner} needs a layer with {name}; its modules: {known}; opt works"
             )
-        regions += problem.recompute_modules[name]
+        regions += (n for n in problem.recompute_modules[name] if n not in problem.graph.fixed)
     again: dict[str, Choice] = dict.fromkeys(regions, "demand")
     plan = stage_plan(problem, dict.fromkeys(problem.layers, again))
     graph = plan_graph(problem.graph, problem.recompute_modules, planner)

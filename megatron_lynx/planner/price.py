@@ -244,7 +244,7 @@ def candidates(graph: LayerGraph) -> tuple[str, ...]:
     those without that lead to one (a droppable region reads what they produce)."""
     wanted = set(graph.droppable())
     for region in reversed(graph.regions):
-        if region.name == INPUT or region.name in wanted:
+        if region.name in (INPUT, *graph.fixed) or region.name in wanted:
             continue
         readers = {r for s in graph.produced_by(region.name) for r in graph.readers(s.name)}
         if readers & wanted:

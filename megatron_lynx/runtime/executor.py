@@ -55,6 +55,8 @@ class Executor:
         group: the layers' tensor-parallel process group; only its collectives open windows.
         forward_slots, backward_slots: names of a layer's collectives (``LayerKind``).
         count_kept: count what each layer keeps, in its first microbatch.
+
+    ``own_slots`` has the collectives in the backward of layers that do without some (frozen ones).
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Executor:
         self.group = group
         self.forward_slots = tuple(forward_slots)
         self.backward_slots = tuple(backward_slots)
+        self.own_slots: dict[int, tuple[str, ...]] = {}
         self.active: Any = None
         self.record = StepRecord()
         self.clock = HostClock()
@@ -92,6 +95,7 @@ class Executor:
         self._kept_bytes: dict[int, int] = {}
         self._pending: dict[int, deque[Microbatch]] = {c: deque() for c in range(len(plan.chunks))}
         self._backward: tuple[int, Microbatch] | None = None
+        self._frozen: set[int] = set()
         self._collectives = 0
         self._replaying = 0
         self._where: Window | None = None
@@ -132,7 +136,11 @@ class Executor:
         counts as the next to run backward, which is right for 1F1B.
         """
         self.clear()
-        self._actions = tuple(action for action in actions if self.plan.chunks[action.chunk])
+        self._actions = tuple(
+            action
+            for action in actions
+            if self.plan.chunks[action.chunk] and (action.kind == "F" or action.chunk not in self._frozen)
+        )
         self.record = StepRecord(kept_bytes=dict(self._kept_bytes))
 
     def clear(self) -> None:
@@ -177,13 +185,22 @@ class Executor:
         if layer in self._uncounted:
             self._count(tape)
         microbatch.carried = passed
+        output = out[0] if isinstance(out, tuple) else out
         if layer == self.plan.chunks[microbatch.chunk][-1]:
             microbatch.forward_done = True
             microbatch.carried = None
-        output = out[0] if isinstance(out, tuple) else out
+            self._note_backward(microbatch.chunk, comes=output.requires_grad)
         if layer in self._listening and output.requires_grad:
             output.register_hook(lambda _: self._begin_backward(layer, microbatch))
         return out
+
+    def _note_backward(self, chunk: int, *, comes: bool) -> None:
+        """A chunk whose output needs no gradient (nothing up to it trains) never runs backward."""
+        if comes:
+            self._frozen.discard(chunk)
+        elif chunk not in self._frozen:
+            self._frozen.add(chunk)
+            self._actions = tuple(a for a in self._actions if a.kind == "F" or a.chunk != chunk)
 
     def _count(self, tape: LayerTape) -> None:
         """Note what a layer keeps, once."""
@@ -238,9 +255,8 @@ class Executor:
             # Outside the layers only the output layer's backward starts collectives asynchronously.
             return Window("head") if asynchronous and self._next_done() is not None else None
         position, self._collectives = self._collectives, self._collectives + 1
-        if position >= len(self.backward_slots):
-            return None
-        return Window("bwd", self._backward[0], self.backward_slots[position])
+        slots = self.own_slots.get(self._backward[0], self.backward_slots)
+        return Window("bwd", self._backward[0], slots[position]) if position < len(slots) else None
 
     def is_due(self, window: Window) -> bool:
         """Whether the plan puts anything into ``window``; if not, the wait stays as it is."""

@@ -252,8 +252,13 @@ class Replay:
                 self._fill(storage, tensor)
 
     def answer(self, name: str) -> Any:
-        """The result of the part ``name`` in the forward pass, from memory."""
-        return map_leaves(self.run.answers[name], SavedTensor, lambda t: _argument(t, None))
+        """The result of the part ``name`` in the forward pass, from memory.
+
+        What is kept is handed out as a tensor of its own: whoever gets it may give its data away, as
+        Transformer Engine's frozen linear does with what its norm made.
+        """
+        result = map_leaves(self.run.answers[name], torch.Tensor, _own)
+        return map_leaves(result, SavedTensor, lambda t: _argument(t, None))
 
     def meet(self, name: str, glue: Glue, args: Any, kwargs: Any) -> Any:
         """The parent of ``glue`` calls its submodule ``name``: from memory up to the glue, which begins
@@ -294,6 +299,11 @@ class Replay:
 def _argument(saved: SavedTensor, hollow: torch.device | None) -> torch.Tensor:
     tensor = saved.restore() if hollow is None else saved.hollow(hollow)
     return tensor.requires_grad_(saved.requires_grad) if saved.requires_grad else tensor
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same memory; a weight is itself."""
+    return tensor if is_weight(tensor) else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _never(_: object) -> torch.Tensor:

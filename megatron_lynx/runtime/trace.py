@@ -105,7 +105,8 @@ class Tracer:
         return tensor
 
     def graph(self, communicates: frozenset[str]) -> LayerGraph:
-        """What was seen; ``communicates`` are the parts that issue a collective.
+        """What was seen; ``communicates`` are the parts that issue a collective, and the input where making
+        it again does.
 
         What the last part passes on is the next layer's input, and counted there.
         """
@@ -125,7 +126,7 @@ class Tracer:
             Region(
                 name=name,
                 reads=tuple(names[key] for key in self.reads.get(name, ()) if key in names),
-                communicates=name in communicates or (name == INPUT and bool(communicates)),
+                communicates=name in communicates,
                 draws=name in self.draws or name in self._masks.values(),
             )
             for name in (INPUT, *self.kind.names)

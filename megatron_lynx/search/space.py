@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.hardware import Cluster
-from megatron_lynx.job import Job, make_job
+from megatron_lynx.job import Job, check_job, make_job
 from megatron_lynx.schedule import check_microbatches
-from megatron_lynx.spec import Batch, Model, Optimizer, Parallel, check_job
+from megatron_lynx.spec import Batch, Model, Optimizer, Parallel
 
 SIZES = ("tp", "pp", "vpp", "dp", "micro_batch_size", "sequence_parallel", "distributed_optimizer")
 """What is chosen, by name."""

@@ -23,7 +23,7 @@ def model_flops(model: Model, parallel: Parallel, batch: Batch) -> int:
 
 def gpus(job: Job) -> int:
     """Devices of a job."""
-    return job.parallel.tp * job.parallel.pp * job.parallel.dp
+    return job.parallel.tp * job.parallel.pp * job.parallel.dp * job.parallel.cp
 
 
 def tflops_per_gpu(job: Job, iteration_ns: int) -> float:

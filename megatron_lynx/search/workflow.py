@@ -176,7 +176,7 @@ def _assemble(bench: StagePlans, planner: str, split: Split) -> Planned:
     stages = bench.placed(split, local)
     layout = job.layout
     if split != given_split(job) or (layout is None and len(set(split)) > 1):
-        layout = str(Layout.from_counts(split, job.parallel.pp))
+        layout = str(Layout.from_counts(split, job.parallel.pp, job.model.mtp_num_layers))
     device_ns, waited_ns = bench.iteration(local), host_ns(bench.job, local)
     whole = Plan(
         planner=planner,
@@ -273,12 +273,14 @@ def plan_with_costs(
     layout: str | None = None,
     optimizer: Optimizer | None = None,
     options: SolveOptions = OPTIONS,
+    counted: tuple[tuple[int, int], ...] = (),
+    fixed: frozenset[str] = frozenset(),
 ) -> Plan:
     """The plan of a training run whose costs were measured, for use at its start.
 
     ``memory_bytes`` is what training may take on a device. Every rank that calls this with equal
     arguments gets the same plan, as long as no time limit stops the solver: plan on one rank and
-    send the text to the others.
+    send the text to the others. ``counted`` and ``fixed`` are as in ``make_job``.
 
     Raises:
         ConfigError: the parts do not fit together.
@@ -293,6 +295,8 @@ def plan_with_costs(
         layout=layout,
         optimizer=optimizer,
         check_split=partition == "keep",
+        counted=counted,
+        fixed=fixed,
     )
     return plan_job(job, planner, partition, options).plan
 

@@ -106,8 +106,13 @@ def hashed(gradients: list[str]) -> Callable[..., None]:
     return finalize
 
 
-def touched(rank: int, world_size: int, payload: None) -> dict[str, Any]:
-    """What measuring a small model changes of what a training step relies on."""
+def touched(rank: int, world_size: int, payload: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What measuring a small model of each set of options changes of what a training step relies on; and, as
+    ``costs``, which weight gradients and gathers took time."""
+    return [_touched(options) for options in payload]
+
+
+def _touched(options: dict[str, Any]) -> dict[str, Any]:
     import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.utils import unwrap_model
@@ -131,7 +136,7 @@ def touched(rank: int, world_size: int, payload: None) -> dict[str, Any]:
             module.register_forward_pre_hook(lambda *_, name=name: fired.append(f"before {name}"))
             module.register_forward_hook(lambda *_, name=name: fired.append(f"after {name}"))
             module.register_full_backward_hook(lambda *_, name=name: fired.append(f"backward {name}"))
-        for parameter in (p for chunk in chunks for p in chunk.parameters()):
+        for parameter in (p for chunk in chunks for p in chunk.parameters() if p.requires_grad):
             parameter.register_hook(lambda grad: fired.append("gradient"))
             parameter.main_grad.fill_(3.0)
         everywhere = torch.nn.modules.module.register_module_forward_hook(lambda *_: fired.append("any"))
@@ -140,9 +145,11 @@ def touched(rank: int, world_size: int, payload: None) -> dict[str, Any]:
         model = Model(
             num_layers=small_gpt.LAYERS, hidden_size=32, num_attention_heads=4, vocab_size=64, dtype_bytes=4
         )
-        parallel = Parallel(tp=2)
+        parallel = Parallel(tp=2, sequence_parallel=options.get("sequence_parallel", False))
         batch = Batch(seq_length=small_gpt.SEQUENCE, micro_batch_size=2, global_batch_size=8)
-        measured_costs(chunks, model, parallel, batch)
+        costs = measured_costs(chunks, model, parallel, batch).layer
+        times = costs.wgrad_ns.items(), (o for o in costs.collective_ns.items() if o[0].endswith("gather"))
+        found["costs"] = [sorted(name for name, took in some if took) for some in times]
         everywhere.remove()
         after = [_state(m) for m in modules]
         found["fired"] = sorted(set(fired))
@@ -153,11 +160,13 @@ def touched(rank: int, world_size: int, payload: None) -> dict[str, Any]:
             torch.equal(state, get_cuda_rng_tracker().get_states()[name]) for name, state in random[1].items()
         )
         found["gradients"] = all(
-            bool((p.main_grad == 3.0).all()) and p.grad is None for c in chunks for p in c.parameters()
+            not p.requires_grad or (bool((p.main_grad == 3.0).all()) and p.grad is None)
+            for c in chunks
+            for p in c.parameters()
         )
         yield lambda schedule: schedule
 
-    small_gpt.train_small_gpt(steps=0, tp=2, around=around)
+    small_gpt.train_small_gpt(steps=0, tp=2, around=around, **options)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_lynx.graph import LayerGraph
+from megatron_lynx.graph import INPUT, LayerGraph
 from megatron_lynx.integration.binding import bind_everything, kind_of_layer, transformer_layers
 from megatron_lynx.integration.install import install, watching
 from megatron_lynx.runtime.rng import RandomSource
@@ -65,7 +65,9 @@ def _tracing(options: dict[str, Any], found: list[tuple[LayerGraph, LayerGraph]]
                 tracer.watch(lambda: forward(*args, **kwargs), hidden, others)
             finally:
                 watcher.active = None
-            found.append((tracer.graph(frozenset(kind.forward_slots(parallel))), described))
+            talks = {*kind.forward_slots(parallel), *([INPUT] if parallel.tp > 1 else [])}
+            talks |= {"core_attention"} if parallel.cp > 1 else set()
+            found.append((tracer.graph(frozenset(talks)), described))
 
         watcher = _Watcher(trace)
         undo = bind_everything(chunks, watcher)

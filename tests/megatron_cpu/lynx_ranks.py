@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -123,6 +124,8 @@ def parallel_of(model: dict[str, Any]) -> Parallel:
         tp=model.get("tp", 1),
         pp=model.get("pp", 1),
         vpp=model.get("vpp") or 1,
+        cp=model.get("cp", 1),
+        cp_comm_type=model.get("cp_comm_type", "p2p"),
         sequence_parallel=model.get("sequence_parallel", False),
     )
 
@@ -203,12 +206,13 @@ def differences(stock: dict[str, Any], lynx: dict[str, Any]) -> list[str]:
 
 @dataclass
 class Outcome:
-    """One plan on one rank: what differs from stock Megatron, and what the tape counted."""
+    """One plan on one rank: what differs from stock Megatron, what the tape counted, what was warned of."""
 
     case: str
     different: list[str]
     left_bytes: int
     rebuilt: dict[str, int]
+    warned: list[str]
 
 
 def compare(rank: int, world_size: int, cases: list[Case]) -> list[Outcome]:
@@ -217,14 +221,29 @@ def compare(rank: int, world_size: int, cases: list[Case]) -> list[Outcome]:
     for case in cases:
         stock = train_small_gpt(steps=case.steps, **case.model)
         for plan in case.plans:
-            lynx = train_with_plan(case.model, plan, case.steps)
+            with _warnings() as warned:
+                lynx = train_with_plan(case.model, plan, case.steps)
             rebuilt: Counter[str] = Counter()
             for record in lynx["records"]:
                 rebuilt.update(record.rebuilt_storages)
             left = sum(record.left_bytes for record in lynx["records"])
             name = f"{case.model} {plan}"
-            found.append(Outcome(name, differences(stock, lynx), left, dict(rebuilt)))
+            found.append(Outcome(name, differences(stock, lynx), left, dict(rebuilt), warned))
     return found
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What lynx warns of inside."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron_lynx")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def compare_with_fusion(rank: int, world_size: int, cases: list[Case]) -> list[Outcome]:

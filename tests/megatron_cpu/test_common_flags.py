@@ -22,14 +22,16 @@ OVERLAP = (
 
 NO_LAYERS = ("E|ttttL", "Etttt|L", "Et|tt|t|L", "E|tt|t|tL", "E|tt||ttL")
 THREE = ("--num-layers", "3", "--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
+ROPE = ("--position-embedding-type", "rope", "--no-rope-fusion")
 TWO = {
     **{f"layout {text}": (*PP2, "--pipeline-model-parallel-layout", text) for text in NO_LAYERS},
     "first": (*PP2, "--decoder-first-pipeline-num-layers", "1"),
     "last": (*PP2, "--decoder-last-pipeline-num-layers", "1"),
     "account": (*THREE, "--account-for-embedding-in-pipeline-split"),
     "account loss": (*THREE, "--account-for-loss-in-pipeline-split"),
+    "mtp": (*PP2, *ROPE, "--mtp-num-layers", "1", "--decoder-last-pipeline-num-layers", "1"),
 }
-"""Stages and chunks without layers, and splits that no layout string says."""
+"""Stages and chunks without layers, splits that no layout string says, and layers beside the decoder's."""
 
 FOUR = {
     "overlap": (*PP2, *OVERLAP),

@@ -10,7 +10,6 @@ import torch
 
 from megatron_lynx.cost import LayerCosts
 from megatron_lynx.integration.measuring import layer as measuring
-from megatron_lynx.spec import Batch
 from tests.support.launch import run_ranks
 
 
@@ -24,13 +23,12 @@ def test_the_heads_window_is_what_its_slowed_gemm_leaves(
 
     monkeypatch.setattr(measuring, "wgrad_ns", measured)
     costs = LayerCosts(forward_ns={}, dgrad_ns={}, wgrad_ns={}, contention=contention)
-    batch = Batch(seq_length=16, micro_batch_size=2, global_batch_size=2)
     body = SimpleNamespace(post_process=False)
     last: Any = SimpleNamespace(
         post_process=True, shared_embedding_or_output_weight=lambda: torch.zeros(8, 4)
     )
-    assert measuring._head_window_ns([body], costs, 200, batch) == 0
-    assert measuring._head_window_ns([body, last], costs, 200, batch) == window_ns
+    assert measuring._head_window_ns([body], costs, 200, 32) == 0
+    assert measuring._head_window_ns([body, last], costs, 200, 32) == window_ns
 
 
 LAYER = LayerCosts(
@@ -70,6 +68,24 @@ def test_a_pace_beyond_belief_is_not_taken() -> None:
 
 
 def test_measuring_leaves_everything_as_it_was() -> None:
-    """No hook fires, no counter moves, no buffer, gradient or random state changes."""
-    for found in run_ranks(2, "tests.megatron_cpu.fault_ranks:touched", timeout_s=120):
-        assert found == {"fired": [], "modules": [], "random": True, "gradients": True}
+    """No hook fires, no counter moves, no buffer, gradient or random state changes; what does not train
+    costs no weight gradient, and no gather of its input."""
+    trained = {
+        "": [["linear_fc1", "linear_fc2", "linear_proj", "linear_qkv"], []],
+        "linears": [[], []],
+        "adapters": [[], []],
+        "first": [
+            ["linear_fc1", "linear_fc2", "linear_proj", "linear_qkv"],
+            ["bwd:linear_fc1.gather", "bwd:linear_qkv.gather"],
+        ],
+    }
+    asked = [{"frozen": what, "sequence_parallel": bool(what)} for what in trained]
+    for rank in run_ranks(2, "tests.megatron_cpu.fault_ranks:touched", asked, timeout_s=120):
+        for found, costs in zip(rank, trained.values(), strict=True):
+            assert found == {
+                "fired": [],
+                "modules": [],
+                "random": True,
+                "gradients": True,
+                "costs": costs,
+            }

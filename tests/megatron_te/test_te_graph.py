@@ -8,6 +8,7 @@ import pytest
 
 from tests.megatron_cpu.test_bitwise import LLAMA
 from tests.megatron_cpu.test_graph import ACTIVATIONS, BF16, described, drop_sets
+from tests.megatron_te.test_te_plans import EXCHANGED, GATHERED, PACKED
 from tests.support import te_reference
 from tests.support.launch import run_ranks
 from tests.support.small_gpt import LAYERS
@@ -46,11 +47,13 @@ OPTIONS: dict[int, list[dict[str, Any]]] = {
         *with_kernel("flash", {}, {"dropout": 0.0}, GQA, MQA, ROPE, LLAMA, {"window_size": (4, 0)}),
         *with_kernel("flash", ONE, {**ONE, **GQA}, {**ONE, **GQA, **ROPE}, {**ONE, **MQA}, {**ONE, **NORMED}),
         *with_kernel("flash", {**GATE, **ONE}, GATE),
+        *with_kernel("fused", PACKED, {**PACKED, **LLAMA}),
     ],
     2: [
         {"tp": 2, "attention": "unfused"},
         *with_kernel("fused", {"tp": 2}, {"tp": 2, "sequence_parallel": True, **LLAMA}),
         *with_kernel("flash", {"tp": 2, "sequence_parallel": True}, {"tp": 2, **LLAMA}),
+        *with_kernel("fused", *({**cp, **one} for cp in (GATHERED, EXCHANGED) for one in ({}, LLAMA, GQA))),
     ],
 }
 

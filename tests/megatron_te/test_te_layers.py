@@ -141,6 +141,20 @@ def test_a_missing_version_is_an_error_that_says_how_to_install_it() -> None:
         run_ranks(1, f"{RANKS}:train", {}, te="1.0.0")
 
 
-def test_what_the_reference_lacks_is_refused_by_name() -> None:
-    message = run_ranks(1, f"{RANKS}:call_what_is_missing", te=True)[0]
-    assert message == "transformer_engine_torch.moe_permute_fwd is not in the CPU reference"
+def test_what_stops_a_run_without_lynx() -> None:
+    """The reference lacks a kernel; Megatron's norms take no residuals in fp32 beside 16-bit weights, which
+    is why lynx refuses them: once they do, these messages go, and so must the refusal."""
+    wide = {"bf16": True, "fp32_residual_connection": True}
+    models = [
+        {**wide, "te": True, "attention": "unfused"},
+        {**wide, "te": True, "attention": "unfused", "normalization": "RMSNorm"},
+        wide,
+        {**wide, "normalization": "RMSNorm"},
+    ]
+    missing, *stops = run_ranks(1, f"{RANKS}:what_stops", models, te=True)[0]
+    assert missing == "transformer_engine_torch.moe_permute_fwd is not in the CPU reference"
+    assert [message.split(":")[0] for message in stops] == [
+        *["Data types for parameters must match when outside of autocasted region. Found input dtype"] * 2,
+        "mixed dtype (CPU)",
+        "expected m1 and m2 to have the same dtype, but got",
+    ]

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from tests.megatron_cpu.lynx_ranks import Assignment, Case
-from tests.megatron_cpu.test_bitwise import NAMED, check_outcomes, drawn_beginnings, drawn_plans
+from tests.megatron_cpu.test_bitwise import (
+    NAMED,
+    check_outcomes,
+    drawn_beginnings,
+    drawn_plans,
+    with_options,
+)
 from tests.support import te_reference
 from tests.support.launch import run_ranks
 
@@ -55,9 +61,37 @@ def plans_for(model: dict[str, Any], count: int) -> list[str | Assignment]:
     return [*NAMED, *drawn_plans(model, count), *drawn_beginnings(count // 2)]
 
 
+PACKED: dict[str, Any] = {"lengths": "packed", "shape": (1, 16)}
+GATHERED, EXCHANGED = {"cp": 2, "cp_comm_type": "all_gather"}, {"cp": 2, "cp_comm_type": "a2a"}
+OPTIONS: dict[int, list[dict[str, Any]]] = {
+    1: [
+        {**GPT, "frozen": "first"},
+        {**LLAMA, "frozen": "linears"},
+        {**LLAMA, **PACKED, "apply_rope_fusion": True},
+        {**GPT, **PACKED, "bf16": True, "attention": "flash"},
+    ],
+    2: [
+        {**LLAMA, **SP, "frozen": "adapters"},
+        {**LLAMA, **SP, "mtp_num_layers": 1},
+        {**LLAMA, **PACKED, "pp": 2},
+        {**LLAMA, **GATHERED},
+        {**GPT, **EXCHANGED, "bf16": True, "attention": "fused"},
+    ],
+    4: [
+        {**LLAMA, **SP, **EXCHANGED, "num_query_groups": 4},  # each rank needs a group for each
+        {**LLAMA, **GATHERED, "pp": 2},
+    ],
+}
+"""What changes around the layers, which of them train, and attention that communicates. Keys and values that
+are passed on from rank to rank (``--cp-comm-type p2p``) hang over gloo: that was not run."""
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_equal_to_the_last_bit(world_size: int) -> None:
-    asked = [Case(model, plans_for(model, RANDOM_PLANS[world_size])) for model in MODELS[world_size]]
+    asked = [
+        *(Case(model, plans_for(model, RANDOM_PLANS[world_size])) for model in MODELS[world_size]),
+        *with_options(OPTIONS[world_size]),
+    ]
     results = run_ranks(world_size, COMPARE, asked, timeout_s=570, te=True)
     check_outcomes(asked, results)
 

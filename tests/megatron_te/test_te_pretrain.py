@@ -15,6 +15,7 @@ from tests.support.launch import REPOSITORY, run_ranks
 
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PP2 = ("--pipeline-model-parallel-size", "2")
+CONTEXT = ("--context-parallel-size", "2", "--cp-comm-type", "a2a")
 MODEL = (
     *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--swiglu"),
     *("--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope"),
@@ -34,7 +35,7 @@ def _losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "rank1.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("sizes", [TP2, PP2], ids=["tp", "pp"])
+@pytest.mark.parametrize("sizes", [TP2, PP2, CONTEXT], ids=["tp", "pp", "cp"])
 def test_the_trainer_computes_the_same_with_full_recomputation_and_under_plans(
     tmp_path: Path, sizes: tuple[str, ...]
 ) -> None:

@@ -323,6 +323,40 @@ def test_fp32_has_no_second_copy_of_the_weights() -> None:
     assert _of_parameters(one) == 16 * one.parameters
 
 
+def test_layers_of_multi_token_prediction_are_the_last_stages() -> None:
+    """A layer each, with a projection of two rows and three norms; what they keep is the head's."""
+    model, batch = load_model("gpt-1.3b"), Batch(seq_length=2048, micro_batch_size=1, global_batch_size=8)
+    more, parallel, h = replace(model, mtp_num_layers=2), Parallel(pp=2), model.hidden_size
+    plain, found = (
+        [footprint(one, parallel, batch, stage=s, layers=12, in_flight=2 - s) for s in (0, 1)]
+        for one in (model, more)
+    )
+    assert found[0] == plain[0]
+    own = kind_of(model).parameters(model, 1) + 2 * h * h + 3 * 2 * h
+    assert found[1].parameters - plain[1].parameters == 2 * own + h * (model.max_position_embeddings or 0)
+    kept = layer_graph(model, parallel, batch).kept_bytes() + 2048 * 51200 * 4
+    assert found[1].moments.head_bytes - plain[1].moments.head_bytes > 2 * kept
+
+
+def test_what_does_not_train_is_weights_alone() -> None:
+    """2 bytes a frozen parameter; a real model's count replaces the description's."""
+    model, batch = load_model("gpt-1.3b"), Batch(seq_length=2048, micro_batch_size=1, global_batch_size=8)
+    for optimizer in (Optimizer(), Optimizer(use_distributed_optimizer=True)):
+        found = footprint(
+            model,
+            Parallel(pp=2, dp=4),
+            batch,
+            stage=0,
+            layers=12,
+            in_flight=2,
+            optimizer=optimizer,
+            counted=(10_240_000, 512_000),
+        )
+        shared = 6 + 12 // 4 if optimizer.use_distributed_optimizer else 18
+        assert found.parameters == 10_240_000
+        assert _of_parameters(found) == 2 * (10_240_000 - 512_000) + shared * 512_000
+
+
 def test_the_vocabulary_is_padded_as_megatron_pads() -> None:
     model = Model(num_layers=1, hidden_size=64, num_attention_heads=4, vocab_size=50257)
     assert padded_vocabulary(model, Parallel()) == 50304

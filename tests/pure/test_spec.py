@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.job import check_job
 from megatron_lynx.presets import load_model, make_model, preset_names
-from megatron_lynx.spec import Batch, Model, Parallel, check_job
+from megatron_lynx.spec import Batch, Model, Parallel
 
 SMALL: dict[str, Any] = {
     "num_layers": 8,

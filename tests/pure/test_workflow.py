@@ -306,6 +306,23 @@ def test_a_trainer_plans_with_what_it_measured() -> None:
         plan_job(one, "heu", "best")
 
 
+@pytest.mark.parametrize(
+    "planner", ["opt", "heu", "checkmate", "adapipe", "tail-free", "full-uniform", "selective"]
+)
+def test_what_cannot_run_again_is_kept_and_counted(planner: str) -> None:
+    """Its bytes are in what a microbatch keeps: a budget that is just enough without it is not enough."""
+    one, fixed = job(memory=32 * GIB), frozenset({"linear_fc1", "core_attention"})
+    held = replace(one, graph=replace(one.graph, fixed=fixed))
+    assert held.graph.fingerprint() == one.graph.fingerprint()
+    for stage in plan_job(held, planner).stages:
+        assert not {name for layer in stage.plan.layers for name, _ in layer.choices} & fixed
+    with pytest.raises(InfeasibleError) as free:
+        plan_job(replace(one, memory_bytes=1 * GIB), planner)
+    with pytest.raises(InfeasibleError) as kept:
+        plan_job(replace(held, memory_bytes=1 * GIB), planner)
+    assert kept.value.needed_bytes > free.value.needed_bytes
+
+
 def test_problems_know_their_place() -> None:
     first = stage_problem(TIGHT, 0, ((0, 1),), 5_000)
     last = stage_problem(TIGHT, 3, ((6, 7),), 5_000)

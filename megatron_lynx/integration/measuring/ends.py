@@ -39,6 +39,8 @@ def passing(chunks: Sequence[Any], seen: list[torch.Tensor]) -> Iterator[None]:
     """Inside, every layer returns its input; ``seen`` gets what each received."""
 
     def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        if not hidden_states.requires_grad:  # a frozen embedding's
+            hidden_states = hidden_states.detach().requires_grad_()
         seen.append(hidden_states)
         return hidden_states, None
 
@@ -70,7 +72,7 @@ def run_ends(chunk: Any, model: Model, parallel: Parallel, batch: Batch) -> dict
     if not (chunk.pre_process or chunk.post_process):
         return {}
     device = next(chunk.parameters()).device
-    b, s = batch.micro_batch_size, batch.seq_length
+    b, s = batch.micro_batch_size, batch.seq_length // parallel.cp
     tokens = torch.zeros(b, s, dtype=torch.long, device=device)
     positions = torch.arange(s, device=device).expand(b, s)
     inputs: list[torch.Tensor] = []
@@ -111,10 +113,11 @@ def _backward(chunk: Any, out: torch.Tensor, hidden: torch.Tensor) -> dict[str, 
     if chunk.post_process:
         start = time.perf_counter_ns()
         loss = out.float().sum()
-        head = [p for name, p in chunk.named_parameters() if "output_layer" in name or "final" in name]
+        parts = ("output_layer", "final", "mtp.")
+        head = [p for name, p in chunk.named_parameters() if any(part in name for part in parts)]
         tied = chunk.shared_embedding_or_output_weight() if not head or chunk.pre_process else None
         wanted = [hidden, *head, *([] if tied is None else [tied])]
-        unique = list({id(p): p for p in wanted}.values())
+        unique = list({id(p): p for p in wanted if p.requires_grad}.values())
         grad = torch.autograd.grad(loss, unique, allow_unused=True, retain_graph=chunk.pre_process)[0]
         synchronize()
         found["head_backward"] = time.perf_counter_ns() - start

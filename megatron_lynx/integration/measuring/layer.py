@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_lynx.cost import CostTable, LayerCosts
 from megatron_lynx.integration.agree import gathered
-from megatron_lynx.integration.binding import bind_everything, transformer_layers
+from megatron_lynx.integration.binding import bind_everything, slots_of, transformer_layers, weight_of
 from megatron_lynx.integration.describe import device_of
 from megatron_lynx.integration.install import watching
 from megatron_lynx.integration.measuring.ends import ends_ns, layer_arguments
@@ -70,7 +70,7 @@ def measure(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batc
         ends = ends_ns(chunks, model, parallel, batch)
         if parallel.tp > 1 and not parallel.sequence_parallel and costs.collective_ns:
             reduction = costs.collective_ns[f"bwd:{kind.backward_slots(parallel)[0]}"]
-            ends["head_window_ns"] = _head_window_ns(chunks, costs, reduction, batch)
+            ends["head_window_ns"] = _head_window_ns(chunks, costs, reduction, parallel.tokens(batch))
         p2p = _transfer(chunks, model, parallel, batch)
     table = CostTable(
         layer=costs,
@@ -94,7 +94,7 @@ def _layer_costs(
     run = LayerRun(chunks, model, parallel, batch)
     collectives, contention = _collectives(run, kind, model, parallel, batch)
     with silent_collectives():
-        forward, dgrad, wgrad = _regions(run, kind, model, batch)
+        forward, dgrad, wgrad = _regions(run, kind, model, parallel.tokens(batch))
     alone = LayerCosts(
         forward_ns=forward,
         dgrad_ns=dgrad,
@@ -161,17 +161,23 @@ def silent_collectives() -> Iterator[None]:
             setattr(module, name, original)
 
 
+def _trained(layer: Any) -> int:
+    """How many of a layer's parameters train."""
+    return sum(p.numel() for p in layer.parameters() if p.requires_grad)
+
+
 _CACHES_BYTES = 1 << 28
 """More than a core or a GPU can cache."""
 
 
 class LayerRun:
-    """The first layer on an input of its own, as often as it is asked to; no gradient is kept."""
+    """The first layer of those that train most, on an input of its own, as often as it is asked to; no
+    gradient is kept."""
 
     def __init__(self, chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch) -> None:
-        layer = next(layer for layers in transformer_layers(chunks) for layer in layers)
-        weight = layer.get_submodule(next(iter(kind_of(model).gemms().values()))).weight
-        rows = batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
+        layer = max((layer for layers in transformer_layers(chunks) for layer in layers), key=_trained)
+        weight = weight_of(layer, next(iter(kind_of(model).gemms().values())))
+        rows = batch.seq_length // parallel.cp // (parallel.tp if parallel.sequence_parallel else 1)
         size = (rows, batch.micro_batch_size, model.hidden_size)
         self.chunks, self.layer, self.weight = chunks, layer, weight
         self.hidden = torch.randn(size, dtype=weight.dtype, device=weight.device, requires_grad=True)
@@ -230,7 +236,7 @@ class LayerRun:
         return round(statistics.mean(forward[WARMUP:])), round(statistics.mean(backward[WARMUP:]))
 
 
-def _regions(run: LayerRun, kind: LayerKind, model: Model, batch: Batch) -> tuple[Times, Times, Times]:
+def _regions(run: LayerRun, kind: LayerKind, model: Model, tokens: int) -> tuple[Times, Times, Times]:
     """Times of each region, collectives left out: forward, backward without weight gradients, and
     weight gradients."""
     timer = RegionTimer(kind.glue_before())
@@ -242,12 +248,10 @@ def _regions(run: LayerRun, kind: LayerKind, model: Model, batch: Batch) -> tupl
             run.backward(out)
             timer.end_backward()
     forward, backward = timer.forward_ns(), timer.backward_ns(WARMUP + REPEATS)
-    tokens = batch.seq_length * batch.micro_batch_size
     wgrad = {}
     for name, path in kind.gemms().items():
-        linear = run.layer.get_submodule(path)
-        biased = _adds_bias(linear)
-        wgrad[name] = min(wgrad_ns(tokens, linear.weight, biased), backward[name])
+        weight, biased = weight_of(run.layer, path), _adds_bias(run.layer.get_submodule(path))
+        wgrad[name] = min(wgrad_ns(tokens, weight, biased), backward[name]) if weight.requires_grad else 0
         backward[name] -= wgrad[name]
     if model.hidden_dropout:
         masks = kind.masks()
@@ -260,7 +264,7 @@ def _regions(run: LayerRun, kind: LayerKind, model: Model, batch: Batch) -> tupl
 def _adds_bias(linear: Any) -> bool:
     """Whether a linear adds its bias itself, and so sums the gradient of it. (Transformer Engine's has an
     empty bias where there is none, and another name for leaving it to the caller.)"""
-    bias = linear.bias
+    bias = getattr(linear, "bias", None)
     left = getattr(linear, "skip_bias_add", False) or getattr(linear, "te_return_bias", False)
     return bias is not None and bias.numel() > 0 and not left
 
@@ -309,7 +313,8 @@ def _accumulating(layer: Any, kind: LayerKind, costs: LayerCosts) -> LayerCosts:
     microbatches before."""
     dgrad = dict(costs.dgrad_ns)
     for name, path in kind.gemms().items():
-        dgrad[name] += _accumulate_ns(layer.get_submodule(path).weight)
+        weight = weight_of(layer, path)
+        dgrad[name] += _accumulate_ns(weight) if weight.requires_grad else 0
     return replace(costs, dgrad_ns=dgrad)
 
 
@@ -340,9 +345,9 @@ def _collectives(
         return {}, 1.0
     group = run.layer.tp_group
     weight = run.weight
-    size = (batch.seq_length, batch.micro_batch_size, model.hidden_size)
+    size = (batch.seq_length // parallel.cp, batch.micro_batch_size, model.hidden_size)
     tensor = torch.zeros(size, dtype=weight.dtype, device=weight.device)
-    rows = torch.randn(batch.seq_length, model.hidden_size, dtype=weight.dtype, device=weight.device)
+    rows = torch.randn(size[0], model.hidden_size, dtype=weight.dtype, device=weight.device)
 
     def gemm() -> None:
         with torch.no_grad():
@@ -369,17 +374,18 @@ def _collectives(
     found = {f"fwd:{s}": gather if s in kind.beside else scatter for s in kind.forward_slots(parallel)}
     backward = {"": gather, "gather": slow_gather, "scatter": slow_scatter}
     found |= {f"bwd:{s}": backward[s.partition(".")[2]] for s in kind.backward_slots(parallel)}
+    found |= {f"bwd:{s}": 0 for s in set(kind.backward_slots(parallel)) - set(slots_of(run.layer, parallel))}
     return found, max(contention, more)
 
 
-def _head_window_ns(chunks: Sequence[Any], costs: LayerCosts, reduction_ns: int, batch: Batch) -> int:
+def _head_window_ns(chunks: Sequence[Any], costs: LayerCosts, reduction_ns: int, tokens: int) -> int:
     """How long the last stage waits for the reduction of the output layer's input gradient beyond the GEMM
     beside it, which it slows as it does in a layer (``LayerCosts.overlap``)."""
     for chunk in chunks:
         if chunk.post_process:
             weight = chunk.shared_embedding_or_output_weight()
             weight = chunk.output_layer.weight if weight is None else weight
-            gemm_ns = wgrad_ns(batch.seq_length * batch.micro_batch_size, weight, bias=False)
+            gemm_ns = wgrad_ns(tokens, weight, bias=False)
             return costs.overlap(gemm_ns, reduction_ns)[2]
     return 0
 
@@ -388,7 +394,7 @@ def _transfer(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Ba
     """One transfer of activations between neighbouring stages."""
     if parallel.pp == 1:
         return 0
-    rows = batch.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
+    rows = batch.seq_length // parallel.cp // (parallel.tp if parallel.sequence_parallel else 1)
     size = (rows, batch.micro_batch_size, model.hidden_size)
     group = parallel_state.get_pipeline_model_parallel_group()
     return transfer_ns(size, get_model_config(chunks[0]).params_dtype, device_of(chunks), group)

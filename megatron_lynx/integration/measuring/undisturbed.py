@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config
 from torch.nn.modules import module as torch_module
 
@@ -33,6 +34,7 @@ def undisturbed(chunks: Sequence[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(random.replaying(random.capture()))
         stack.enter_context(_without_global_hooks())
+        stack.enter_context(_prediction_losses())
         stack.enter_context(_parameter_attributes(parameters))
         if any(get_model_config(chunk).gradient_accumulation_fusion for chunk in chunks):
             _scratch_gradients(parameters)
@@ -79,6 +81,18 @@ def _without_global_hooks() -> Iterator[None]:
     finally:
         for name, hooks in before.items():
             setattr(torch_module, name, hooks)
+
+
+@contextlib.contextmanager
+def _prediction_losses() -> Iterator[None]:
+    """Put back what is summed up of the losses of multi-token prediction until it is logged."""
+    tracker: dict[str, Any] = MTPLossLoggingHelper.tracker
+    before = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in tracker.items()}
+    try:
+        yield
+    finally:
+        tracker.clear()
+        tracker.update(before)
 
 
 @contextlib.contextmanager
