@@ -84,7 +84,8 @@ def slots_of(layer: Any, parallel: Parallel) -> tuple[str, ...]:
     """The waits in the backward of a real layer: a frozen linear needs its input no more, so that it is not
     gathered again."""
     kind = kind_of_layer(layer)
-    frozen = {name for name, path in kind.gemms().items() if not weight_of(layer, path).requires_grad}
+    linears = ((n, path) for n, path in kind.gemms().items() if [*layer.get_submodule(path).parameters()])
+    frozen = {name for name, path in linears if not weight_of(layer, path).requires_grad}
     skipped = {f"{name}.gather" for name in frozen}
     return tuple(slot for slot in kind.backward_slots(parallel) if slot not in skipped)
 
