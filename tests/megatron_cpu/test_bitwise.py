@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.layers.local import backward_slots, forward_slots
@@ -95,7 +95,7 @@ def drawn_plans(model: dict[str, Any], count: int) -> list[Assignment]:
     choice = st.sampled_from(choices_of(model))
     layer = st.fixed_dictionaries(dict.fromkeys(EVERYTHING, choice))
 
-    @settings(max_examples=4 * count, database=None)
+    @settings(max_examples=4 * count, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.fixed_dictionaries(dict.fromkeys(range(LAYERS), layer)))
     def draw(plan: Assignment) -> None:
         drawn.append(plan)
@@ -111,7 +111,7 @@ def drawn_beginnings(count: int) -> list[Assignment]:
     later = st.fixed_dictionaries(dict.fromkeys(EVERYTHING, st.sampled_from(["keep", "demand"])))
     layer = st.tuples(st.integers(0, len(EVERYTHING)), later, st.booleans())
 
-    @settings(max_examples=4 * count, database=None)
+    @settings(max_examples=4 * count, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.fixed_dictionaries(dict.fromkeys(range(LAYERS), layer)))
     def draw(plan: dict[int, tuple[int, dict[str, str], bool]]) -> None:
         made: Assignment = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.graph import LayerGraph
@@ -101,7 +101,7 @@ def drop_sets(count: int) -> list[Assignment]:
     drawn: list[Assignment] = []
     layer = st.fixed_dictionaries({region: st.sampled_from(("keep", "demand")) for region in EVERYTHING})
 
-    @settings(max_examples=4 * count, database=None)
+    @settings(max_examples=4 * count, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.fixed_dictionaries(dict.fromkeys(range(LAYERS), layer)))
     def draw(plan: Assignment) -> None:
         drawn.append(plan)
