@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.megatron_cpu.lynx_ranks import Assignment, Case, parallel_of
@@ -34,7 +34,7 @@ def random_plans(model: dict[str, Any], count: int) -> list[Assignment]:
     layer = st.fixed_dictionaries(dict.fromkeys(DROPPABLE, choices))
     drawn: list[Assignment] = []
 
-    @settings(max_examples=4 * count, database=None)
+    @settings(max_examples=4 * count, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.fixed_dictionaries(dict.fromkeys(range(LAYERS), layer)))
     def draw(plan: Assignment) -> None:
         drawn.append(plan)
