@@ -84,7 +84,7 @@ LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
 """Exceptions from the caps; rows may be removed, not added."""
 
-FILE_CAP, FUNCTION_CAP, NOUNS_CAP = 400, 60, 2950
+FILE_CAP, FUNCTION_CAP, NOUNS_CAP = 400, 60, 3000
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
