@@ -33,9 +33,10 @@ REFUSED: Mapping[str, str] = {
     "fp8": _FP8,
     "fp4-format": _FP8,
     "te-precision-config-file": _FP8,
-    "mtp-num-layers": "multi-token prediction is not planned; --ignore mtp-num-layers plans the main model",
-    "context-parallel-size": "context parallelism is not planned; 1 works, or --ignore {flag}, which plans "
-    "whole sequences",
+    "mtp-num-layers": "multi-token prediction is planned as a run begins, not before it; --ignore "
+    "mtp-num-layers plans the main model",
+    "context-parallel-size": "context parallelism is planned as a run begins, not before it; 1 works, or "
+    "--ignore {flag}, which plans whole sequences",
     "hybrid-context-parallel": "context parallelism is not planned; --ignore {flag} plans whole sequences",
     "hybrid-layer-pattern": _HYBRID,
     "hybrid-override-pattern": _HYBRID,
@@ -67,6 +68,9 @@ REFUSED: Mapping[str, str] = {
     "vision-pretraining": "vision models are not planned; a GPT works",
 }
 """Flag -> why, and what works. ``{flag}`` stands for the flag."""
+
+AT_START = ("mtp-num-layers", "context-parallel-size")
+"""Those with which lynx trains all the same: a run makes its plan from what it measures as it begins."""
 
 HARMLESS: Mapping[str, frozenset[str]] = {
     "context-parallel-size": frozenset({"1"}),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_lynx.cli.explain import read_plan
 from megatron_lynx.cli.health.facts import Facts, Finding, fail, warn
 from megatron_lynx.cli.job import choices_from, read_profile
+from megatron_lynx.cli.megatron_flags import AT_START, HARMLESS
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import InfeasibleError, LynxError
 from megatron_lynx.job import Job, make_job
@@ -42,6 +43,11 @@ class Plans:
             if path is not None and not path.is_file():
                 yield fail(f"--lynx-{flag} {path}: there is no such file; `lynx {flag}` writes one")
                 return
+        later = [flag for flag in AT_START if facts.text(flag) not in (None, *HARMLESS[flag])]
+        if later:
+            words = " and ".join(f"--{flag} {facts.text(flag)}" for flag in later)
+            yield warn(f"{words}: the plan is not checked here; the run makes or checks it as it begins")
+            return
         try:
             job = self._job(facts)
             yield from _plan(facts, job)
