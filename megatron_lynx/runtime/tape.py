@@ -10,7 +10,8 @@ Rule 1  A saved tensor is known by its storage. If an earlier part produced it, 
 Rule 2  The plan decides per storage: hold only the reference, or let autograd keep it as ever. A kept
         part's output that nobody saves is kept too if a dropped part needs it to run again.
 Rule 3  Rebuilding a part runs the same code again, grad enabled, under capturing hooks, and
-        stops as soon as the last wanted storage exists.
+        stops as soon as the last wanted storage exists. Parts that are dropped on demand from the
+        layer's start on run again as one (``program.Span``).
 Rule 4  ``unpack`` finds its storage or rebuilds on demand. This is right whatever the windows did.
 Rule 5  Random state is captured only for parts that draw, and put back after each replay.
 Rule 6  References go one way (``storage``): what is dropped or rebuilt goes at its last use, by reference
