@@ -83,7 +83,8 @@ class Trainer:
         described = layer_graph(asked.model, asked.parallel, asked.batch)
         kept = kept_otherwise(chunks, asked.model, asked.parallel, asked.batch)
         if kept:
-            print_rank_0(f"> lynx: {said(kept, described)}")
+            explained = asked.fixed or any(trained < count for count, trained in asked.counted)
+            print_rank_0(f"> lynx: {said(kept, described, strange=not explained)}")
 
         def start() -> None:
             stage = plan.stages[parallel_state.get_pipeline_model_parallel_rank()]

@@ -38,6 +38,22 @@ def train(rank: int, world_size: int, payload: list[list[str]]) -> list[Found]:
     return [run(argv) for argv in payload]
 
 
+def train_adapters(rank: int, world_size: int, payload: list[list[str]]) -> list[Found]:
+    """``train``, of adapters in an otherwise frozen model."""
+    from megatron.core.models.gpt import GPTModel
+
+    from tests.support.frozen import freeze
+
+    build = GPTModel.__init__
+
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        freeze(self, "adapters")
+
+    with mock.patch.object(GPTModel, "__init__", built):
+        return train(rank, world_size, payload)
+
+
 def run(argv: list[str]) -> Found:
     """One run."""
     from megatron.training import training
@@ -100,6 +116,8 @@ def hashed(gradients: list[str]) -> Callable[..., None]:
         found = hashlib.sha256()
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
+                if not parameter.requires_grad:
+                    continue
                 found.update(name.encode() + parameter.main_grad.numpy().tobytes())
         gradients.append(found.hexdigest())
 

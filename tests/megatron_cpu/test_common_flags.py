@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         prefix = build_dataset(folder / "data" / "text", size_bytes=200_000)
         data = [*dataset_arguments(prefix), "--split", "100,0,0", "--eval-iters", "0"]
-        self._common = [*MODEL, *CPU_FLAGS, *data, "--data-cache-path", str(folder / "cache")]
+        self.common = [*MODEL, *CPU_FLAGS, *data, "--data-cache-path", str(folder / "cache")]
         self._found: dict[str, list[Found]] = {}
 
     def both(
@@ -52,7 +53,7 @@ class Runs:
     ) -> tuple[list[Found], list[Found]]:
         """What each rank found in stock's run of a row, and in lynx's."""
         if name not in self._found:
-            argv = {row: [*self._common, *flags] for row, flags in rows.items()}
+            argv = {row: [*self.common, *flags] for row, flags in rows.items()}
             argv |= {f"{row} lynx": [*words, *LYNX] for row, words in argv.items()}
             by_rank = run_ranks(
                 ranks, "tests.megatron_cpu.fault_ranks:train", list(argv.values()), timeout_s=240
@@ -72,6 +73,21 @@ def check_equal(stock: list[Found], lynx: list[Found]) -> None:
         assert len(ours.gradients) == STEPS
         assert theirs.gradients == ours.gradients
         assert theirs.losses == ours.losses
+
+
+def test_adapters_train_within_a_budget_for_adapters(runs: Runs) -> None:
+    """It holds the weights, and optimizer state of what trains alone."""
+    sizes = ("--num-layers", "4", "--tensor-model-parallel-size", "2", "--hidden-size", "256")
+    stock = [*runs.common, *sizes]
+    lynx = [*stock, "--recompute-method", "lynx", "--lynx-planner", "opt", "--lynx-budget", "14MiB"]
+    by_rank = run_ranks(2, "tests.megatron_cpu.fault_ranks:train_adapters", [stock, lynx])
+    for ours, theirs in by_rank:
+        check_equal([ours], [theirs])
+        parameters = re.search(r"number of parameters on .* rank \(\d, 0, 0\): (\d+)", ours.printed)
+        assert parameters is not None
+        assert 16 * int(parameters[1]) > 14 << 20  # in fp32: weight, gradient, two moments
+    assert "regions of 4 layers are dropped" in by_rank[0][1].printed
+    assert "please report" not in by_rank[0][1].printed
 
 
 @pytest.mark.parametrize("name", FOUR)

@@ -62,8 +62,9 @@ def kept_by_region(graph: LayerGraph) -> Counter[str]:
     return kept
 
 
-def said(kept: Mapping[str, int], graph: LayerGraph) -> str:
-    """One line on what differs from ``graph``, the description."""
+def said(kept: Mapping[str, int], graph: LayerGraph, *, strange: bool) -> str:
+    """One line on what differs from ``graph``, the description; ``strange`` says that no frozen weight and
+    nothing that is known to be unknown explains it."""
     described = kept_by_region(graph)
     each = [
         f"{name} {format_bytes(size)} (described: {format_bytes(described[name])})"
@@ -71,5 +72,6 @@ def said(kept: Mapping[str, int], graph: LayerGraph) -> str:
     ]
     return (
         f"a layer keeps other bytes a microbatch than its kind describes: {', '.join(each)}. `lynx profile`, "
-        "and a plan made as a run begins, count what was found; please report the layer's configuration"
+        "and a plan made as a run begins, count what was found"
+        + ("; please report the layer's configuration" if strange else "")
     )
