@@ -80,7 +80,8 @@ def _attention_storages(model: Model, parallel: Parallel, batch: Batch) -> tuple
     """From the fused QKV output to the input of the projection.
 
     Views of the fused output go into a kernel as they are if they are all that it holds, head by head.
-    Else Transformer Engine copies each of the three that is not a tensor of its own.
+    Else Transformer Engine copies each of the three that is not a tensor of its own. What is kept where keys
+    and values are passed on between context-parallel ranks was read in its source, not traced.
     """
     heads, kernel = Heads.of(model, parallel, batch), attention_kernel(model)
     viewed = not (heads.new or heads.grouped or model.attention_output_gate or parallel.cp > 1)

@@ -8,7 +8,6 @@ gradient is accumulated, so training goes on as if nothing had happened.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +25,8 @@ from megatron_lynx.integration.binding import bind_everything, slots_of, transfo
 from megatron_lynx.integration.describe import device_of
 from megatron_lynx.integration.install import watching
 from megatron_lynx.integration.measuring.ends import ends_ns, layer_arguments
+from megatron_lynx.integration.measuring.silence import silent_collectives
 from megatron_lynx.integration.measuring.undisturbed import undisturbed
-from megatron_lynx.integration.targets import TARGETS
-from megatron_lynx.integration.windows import windowed_collective
 from megatron_lynx.layers import kind_of
 from megatron_lynx.layers.kind import LayerKind
 from megatron_lynx.profiler.measure import (
@@ -93,7 +91,7 @@ def _layer_costs(
         return LayerCosts(forward_ns={}, dgrad_ns={}, wgrad_ns={}), "no layer here"
     run = LayerRun(chunks, model, parallel, batch)
     collectives, contention = _collectives(run, kind, model, parallel, batch)
-    with silent_collectives():
+    with silent_collectives(run.layer.tp_group):
         forward, dgrad, wgrad = _regions(run, kind, model, parallel.tokens(batch))
     alone = LayerCosts(
         forward_ns=forward,
@@ -135,30 +133,6 @@ def _compute_ns(layer: LayerCosts) -> int:
 
 
 # --- the layer's compute -------------------------------------------------------------------------
-
-
-class _Done:
-    """The handle of a collective that was left out."""
-
-    def wait(self, *_: Any, **__: Any) -> None:
-        """Nothing to wait for."""
-
-
-@contextlib.contextmanager
-def silent_collectives() -> Iterator[None]:
-    """Inside, the layers' collectives do nothing, so that their compute is timed alone."""
-    collectives = [target for target in TARGETS if target.replace is windowed_collective]
-    places = [target.path.rpartition(".") for target in collectives]
-    names = [
-        (module := importlib.import_module(path), name, getattr(module, name)) for path, _, name in places
-    ]
-    for module, name, _ in names:
-        setattr(module, name, lambda *_, **kwargs: _Done() if kwargs.get("async_op") else None)
-    try:
-        yield
-    finally:
-        for module, name, original in names:
-            setattr(module, name, original)
 
 
 def _trained(layer: Any) -> int:

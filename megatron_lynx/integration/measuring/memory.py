@@ -19,7 +19,8 @@ from megatron_lynx.graph import INPUT, LayerGraph
 from megatron_lynx.integration.agree import gathered
 from megatron_lynx.integration.binding import transformer_layers
 from megatron_lynx.integration.measuring.ends import run_ends
-from megatron_lynx.integration.measuring.layer import LayerRun, agreed, measure, silent_collectives
+from megatron_lynx.integration.measuring.layer import LayerRun, agreed, measure
+from megatron_lynx.integration.measuring.silence import silent_collectives
 from megatron_lynx.integration.measuring.traced import kept_otherwise
 from megatron_lynx.integration.measuring.undisturbed import undisturbed
 from megatron_lynx.layers import kind_of, layer_graph
@@ -88,7 +89,7 @@ def _working_sets(
     run = LayerRun(chunks, model, parallel, batch)
     meter = StorageMeter()
     regions = _RegionMeter(meter, kind_of(model).glue_before())
-    with run.probed() as probe, silent_collectives(), meter:
+    with run.probed() as probe, silent_collectives(run.layer.tp_group), meter:
         probe.active = regions
         out = run.forward()
         probe.active = None
