@@ -190,9 +190,8 @@ def launch_flags(job: Job, row: Row) -> str:
     if flags is None and modules_of(row.planner):
         flags = f"--recompute-granularity selective --recompute-modules {' '.join(modules_of(row.planner))}"
     if flags is None:
-        limit = (
-            f" --lynx-budget {job.memory_bytes / GIB:.1f}GiB" if job.memory_bytes < NO_BUDGET_BYTES else ""
-        )
+        size = format_bytes(job.memory_bytes).replace(" ", "")
+        limit = f" --lynx-budget {size}" if job.memory_bytes < NO_BUDGET_BYTES else ""
         flags = f"--recompute-method lynx --lynx-planner {row.planner}{limit}"
     layout = f"--pipeline-model-parallel-layout '{row.layout}'" if row.layout else ""
     return " ".join(filter(None, (flags, layout))) or "no recomputation flag at all"

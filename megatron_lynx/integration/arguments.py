@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import sys
+import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,21 +125,28 @@ def _check_interleaving(args: Namespace) -> None:
         )
 
 
-def check_yaml(args: Namespace) -> None:
-    """Refuse lynx beside ``--yaml-cfg``, whose arguments replace those of the command line.
+def check_yaml(words: Sequence[str]) -> None:
+    """Refuse lynx beside ``--yaml-cfg``, whose arguments replace those of the command line: before Megatron
+    reads the file, as its parser fails at whatever else the file leaves out.
 
     Raises:
         ConfigError: names the file.
     """
-    name = getattr(args, "yaml_cfg", None)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--yaml-cfg")
+    name = parser.parse_known_args(words)[0].yaml_cfg
     if not name:
         return
-    asked = (getattr(args, "language_model", None), args)
-    flags = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--lynx-")]
-    if flags or METHOD in sys.argv or any(lynx_requested(one) for one in asked):
+    asked = METHOD in words or any(word.startswith("--lynx-") for word in words)
+    if asked or re.search(rf"recompute_method\W+{METHOD}\b", _text_of(Path(name))):
         raise ConfigError(
             f"--recompute-method lynx does not work with --yaml-cfg {name}; flags instead of the file work"
         )
+
+
+def _text_of(path: Path) -> str:
+    """What a file holds; nothing where Megatron is the one to say that it is missing."""
+    return path.read_text("utf-8", errors="replace") if path.is_file() else ""
 
 
 def _check_partition(args: Namespace) -> None:

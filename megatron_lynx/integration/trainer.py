@@ -245,9 +245,8 @@ def argument_targets() -> tuple[Target, ...]:
 
     def parse(original: Callable[..., Any], _: Hooks) -> Callable[..., Any]:
         def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
-            args = original(with_lynx_arguments(extra_args_provider), ignore_unknown_args)
-            check_yaml(args)
-            return args
+            check_yaml(sys.argv[1:])
+            return original(with_lynx_arguments(extra_args_provider), ignore_unknown_args)
 
         return parse_args
 
