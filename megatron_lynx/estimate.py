@@ -42,6 +42,12 @@ def estimate_costs(
     )
     embedding = _embedding_times(model, parallel, batch, cluster)
     head_forward, head_backward, head_window = _head_times(model, parallel, batch, cluster, layer)
+    # A layer of multi-token prediction runs beside the head: a projection of two rows to one, and a head too.
+    e = model.dtype_bytes
+    joined = Kernel.product(sizes.tokens, 2 * model.hidden_size, model.hidden_size // parallel.tp, e)
+    joined_ns = device.compute_ns(joined.flops, joined.size_bytes, gemm=joined.gemm)
+    head_forward += model.mtp_num_layers * (layer.layer_forward_ns + joined_ns + head_forward)
+    head_backward += model.mtp_num_layers * (layer.layer_backward_ns + 2 * joined_ns + head_backward)
     pipe = cluster.pipeline_link(parallel.tp, parallel.dp, parallel.pp)
     return CostTable(
         layer=layer,

@@ -109,6 +109,8 @@ class Model:
         divides(self.groups, "num_query_groups", self.num_attention_heads, "num_attention_heads")
         if self.swiglu + self.squared_relu + self.quick_geglu > 1:
             raise ConfigError("--swiglu, --squared-relu and --quick-geglu exclude each other; --swiglu works")
+        if self.mtp_num_layers < 0:
+            raise ConfigError(f"--mtp-num-layers {self.mtp_num_layers} must be at least 0; 1 works")
         if not 0.0 < self.rotary_percent <= 1.0:
             raise ConfigError(
                 f"--rotary-percent {self.rotary_percent} must be above 0 and at most 1; 1.0 works"

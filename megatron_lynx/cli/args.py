@@ -46,6 +46,7 @@ def megatron_flags(job: Job) -> list[str]:
         "global-batch-size": batch.global_batch_size,
         "pipeline-model-parallel-layout": job.layout,
         "transformer-impl": model.transformer_impl,
+        "mtp-num-layers": model.mtp_num_layers or None,
     }
     if parallel.vpp > 1 and job.layout is None:
         values["num-virtual-stages-per-pipeline-rank"] = parallel.vpp

@@ -38,6 +38,7 @@ _INT = {
     "decoder-first-pipeline-num-layers": "first_stage_layers",
     "decoder-last-pipeline-num-layers": "last_stage_layers",
     "seq-length": "seq_length",
+    "mtp-num-layers": "mtp_num_layers",
     "micro-batch-size": "micro_batch_size",
     "global-batch-size": "global_batch_size",
     **memory_flags.INT,

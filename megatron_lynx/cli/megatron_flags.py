@@ -33,14 +33,13 @@ REFUSED: Mapping[str, str] = {
     "fp8": _FP8,
     "fp4-format": _FP8,
     "te-precision-config-file": _FP8,
-    "mtp-num-layers": "multi-token prediction is planned as a run begins, not before it; --ignore "
-    "mtp-num-layers plans the main model",
     "context-parallel-size": "context parallelism is planned as a run begins, not before it; 1 works, or "
     "--ignore {flag}, which plans whole sequences",
     "hybrid-context-parallel": "context parallelism is not planned; --ignore {flag} plans whole sequences",
     "hybrid-layer-pattern": _HYBRID,
     "hybrid-override-pattern": _HYBRID,
     "is-hybrid-model": _HYBRID,
+    "mtp-hybrid-override-pattern": _HYBRID,
     "heterogeneous-layers-config-path": _SHAPES,
     "heterogeneous-layers-config-encoded-json": _SHAPES,
     "encoder-num-layers": "an encoder is not planned; --num-layers works for a decoder",
@@ -69,12 +68,11 @@ REFUSED: Mapping[str, str] = {
 }
 """Flag -> why, and what works. ``{flag}`` stands for the flag."""
 
-AT_START = ("mtp-num-layers", "context-parallel-size")
+AT_START = ("context-parallel-size",)
 """Those with which lynx trains all the same: a run makes its plan from what it measures as it begins."""
 
 HARMLESS: Mapping[str, frozenset[str]] = {
     "context-parallel-size": frozenset({"1"}),
-    "mtp-num-layers": frozenset({"0"}),
     "cpu-offloading-num-layers": frozenset({"0"}),
     "cuda-graph-impl": frozenset({"none"}),
     "mlp-chunks-for-training": frozenset({"1"}),
@@ -113,10 +111,6 @@ COMPANIONS: Mapping[str, str] = {
     "linear-key-head-dim": "linear-attention-freq",
     "linear-value-head-dim": "linear-attention-freq",
     "linear-num-*": "linear-attention-freq",
-    "mtp-loss-scaling-factor": "mtp-num-layers",
-    "mtp-use-repeated-layer": "mtp-num-layers",
-    "mtp-detach-heads": "mtp-num-layers",
-    "mtp-hybrid-override-pattern": "mtp-num-layers",
     "hierarchical-context-parallel-sizes": "context-parallel-size",
     "max-seqlen-per-dp-cp-rank": "context-parallel-size",
     "cp-comm-type": "context-parallel-size",
@@ -173,6 +167,7 @@ UNMODELLED: Mapping[str, str] = {
     "no-pin-cpu-*": _OFFLOADED,
     "qk-l2-norm": _EXTRA,
     "qk-clip": _EXTRA,
+    "mtp-use-repeated-layer": "parameters of prediction layers, which are those of one",
     "add-qkv-bias": "parameters of the QKV bias",
     "fp32-residual-connection": "residuals in fp32 take twice the memory",
     "apply-residual-connection-post-layernorm": "which tensor the residual keeps",
@@ -280,6 +275,7 @@ flight-recorder-* no-flight-recorder-* disable-flight-recorder-* adlr-autoresume
 dump-param-to-param-group-map enable-experimental fake-process-group
 distributed-timeout-* local-rank local_rank lazy-mpu-init disable-gloo-process-groups no-initialization
 use-cpu-initialization init-model-with-meta-device use-mcore-models kill-switch-path tokens-per-expert-*
+mtp-loss-scaling-factor mtp-detach-heads
 """
 _CHECKPOINTS = """
 save save-* load load-* non-persistent-* finetune pretrained-checkpoint ckpt-* no-ckpt-*

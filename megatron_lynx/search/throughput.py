@@ -17,7 +17,9 @@ def model_flops(model: Model, parallel: Parallel, batch: Batch) -> int:
     projections = h * (inner + 2 * model.groups * model.head_size) + inner * h
     layer = projections + h * model.ffn * (3 if model.swiglu else 2)
     attention = batch.seq_length * inner
-    matrices = model.num_layers * (layer + attention) + h * padded_vocabulary(model, parallel)
+    predictions = model.mtp_num_layers
+    matrices = (model.num_layers + predictions) * (layer + attention) + predictions * 2 * h * h
+    matrices += (1 + predictions) * h * padded_vocabulary(model, parallel)
     return 3 * 2 * matrices * batch.global_batch_size * batch.seq_length
 
 

@@ -334,6 +334,10 @@ def test_layers_of_multi_token_prediction_are_the_last_stages() -> None:
     assert found[0] == plain[0]
     own = kind_of(model).parameters(model, 1) + 2 * h * h + 3 * 2 * h
     assert found[1].parameters - plain[1].parameters == 2 * own + h * (model.max_position_embeddings or 0)
+    costs, with_them = (estimate_costs(one, parallel, batch, load_cluster("toy")) for one in (model, more))
+    assert with_them.layer == costs.layer
+    layer, head = costs.layer.layer_forward_ns, costs.head_forward_ns
+    assert with_them.head_forward_ns > 3 * head + 2 * layer
     kept = layer_graph(model, parallel, batch).kept_bytes() + 2048 * 51200 * 4
     assert found[1].moments.head_bytes - plain[1].moments.head_bytes > 2 * kept
 

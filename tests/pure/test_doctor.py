@@ -224,9 +224,9 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "flags without the method": (flags("--lynx-budget", "40GiB"), "fail", "needs --recompute-method lynx"),
     "refused beside lynx": (flags(*LYNX, "--num-experts", "8"), "fail", "--num-experts 8"),
     "planned as it begins": (
-        flags(*LYNX, "--mtp-num-layers", "1"),
+        flags(*LYNX, "--context-parallel-size", "2", "--global-batch-size", "32"),
         "warn",
-        "--mtp-num-layers 1: the plan is not checked here",
+        "--context-parallel-size 2: the plan is not checked here",
     ),
     "too little memory": (flags(*LYNX, "--lynx-budget", "2GiB"), "fail", "nothing fits"),
     "device in use": (on_machine(gpus=FULL), "warn", "60.00 GiB of 80.00 GiB on GPU 1 are taken"),

@@ -87,7 +87,6 @@ def test_query_groups_count_only_with_grouped_attention() -> None:
         ("--context-parallel-size 2", "--context-parallel-size 2: .* 1 works"),
         ("--multi-latent-attention", "--ignore multi-latent-attention"),
         ("--position-embedding-type alibi", "--position-embedding-type alibi: not planned"),
-        ("--mtp-num-layers 1", "--ignore mtp-num-layers"),
     ],
 )
 def test_what_is_not_planned_is_refused_by_name(flags: str, reason: str) -> None:
@@ -105,8 +104,6 @@ def test_values_that_ask_for_nothing_are_no_reason() -> None:
     words = [
         "--context-parallel-size",
         "1",
-        "--mtp-num-layers",
-        "0",
         "--rotary-percent",
         "1.0",
         "--optimizer",
