@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from megatron_lynx.estimate import padded_vocabulary
 from megatron_lynx.graph import LayerGraph
@@ -277,11 +278,18 @@ def _buffers_bytes(
     scores = tokens * batch.seq_length * heads * e if model.attention == "unfused" and not te else 0
     size = max(gathered, scores)
     if te and optimizer.gradient_accumulation_fusion:
-        shapes = set(weight_shapes(kind_of(model), model, parallel, batch).values())
-        size += sum(e * rows * columns for rows, columns in shapes)
+        size += e * _each_shape_once(model, parallel.tp)
     if parallel.pp > 1:
         size += _rows(parallel, batch) * model.hidden_size * e * (2 if ends else 4)
     return size
+
+
+@lru_cache(maxsize=256)
+def _each_shape_once(model: Model, tp: int) -> int:
+    """Elements of a layer's linears on one rank, each shape counted once."""
+    one = Batch(seq_length=tp, micro_batch_size=1, global_batch_size=1)
+    shapes = set(weight_shapes(kind_of(model), model, Parallel(tp=tp), one).values())
+    return sum(rows * columns for rows, columns in shapes)
 
 
 def _library_bytes(model: Model, te_workspace_bytes: int) -> int:

@@ -147,7 +147,7 @@ def _check_place(stage: int, stages: int, microbatches: int) -> None:
         raise ConfigError(f"a step of {microbatches} microbatches is empty; 1 works")
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def actions(parallel: Parallel, microbatches: int, stage: int) -> tuple[Action, ...]:
     """The actions of rank ``stage``: 1F1B, or interleaved 1F1B when ``vpp`` is above 1.
 
@@ -273,7 +273,6 @@ def _alive(order: Sequence[Action]) -> Iterator[tuple[int, ...]]:
             alive[action.chunk] -= 1
 
 
-@lru_cache(maxsize=4096)
 def in_flight(
     parallel: Parallel, microbatches: int, stage: int, weights: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
@@ -282,9 +281,21 @@ def in_flight(
     1F1B: ``min(microbatches, pp - stage)``. ``weights`` are the kept bytes (or layers) of each
     chunk per microbatch; without them all chunks count the same. The first such moment is meant.
     """
+    return _in_flight(pipeline_of(parallel), _shortened(parallel, microbatches), stage, weights)
+
+
+def pipeline_of(parallel: Parallel) -> Parallel:
+    """The sizes that a schedule depends on."""
+    return Parallel(pp=parallel.pp, vpp=parallel.vpp, microbatch_group_size=parallel.microbatch_group_size)
+
+
+@lru_cache(maxsize=65536)
+def _in_flight(
+    parallel: Parallel, microbatches: int, stage: int, weights: tuple[int, ...] | None
+) -> tuple[int, ...]:
     scale = weights or (1,) * parallel.vpp
     return max(
-        _alive(actions(parallel, _shortened(parallel, microbatches), stage)),
+        _alive(actions(parallel, microbatches, stage)),
         key=lambda alive: sum(n * weight for n, weight in zip(alive, scale, strict=True)),
     )
 
@@ -304,14 +315,18 @@ class Turn:
     waits: bool = True
 
 
-@lru_cache(maxsize=4096)
 def turns(parallel: Parallel, microbatches: int, stage: int) -> tuple[Turn, ...]:
     """The turns of every chunk of rank ``stage``.
 
     A forward that serves a backward runs just before it, so what is alive then is the same. The
     backwards of the cool-down are not served, but no more is alive than in some served one before.
     """
-    order = actions(parallel, _shortened(parallel, microbatches), stage)
+    return _turns(pipeline_of(parallel), _shortened(parallel, microbatches), stage)
+
+
+@lru_cache(maxsize=4096)
+def _turns(parallel: Parallel, microbatches: int, stage: int) -> tuple[Turn, ...]:
+    order = actions(parallel, microbatches, stage)
     seen: list[set[tuple[int, ...]]] = [set() for _ in range(parallel.vpp)]
     served: list[set[tuple[int, ...]]] = [set() for _ in range(parallel.vpp)]
     for position, (action, alive) in enumerate(zip(order, _alive(order), strict=True)):

@@ -96,7 +96,7 @@ class Model:
     cross_entropy_fusion_impl: Literal["native", "te"] = "native"
     dtype_bytes: int = 2
     device: Literal["cuda", "cpu"] = "cuda"
-    transformer_impl: str = "local"
+    transformer_impl: str = "transformer_engine"
     name: str = "custom"
 
     def __post_init__(self) -> None:

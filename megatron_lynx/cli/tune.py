@@ -31,7 +31,7 @@ from megatron_lynx.planner.baselines import modules_of
 from megatron_lynx.presets import load_cluster
 from megatron_lynx.search.found import WITH, WITHOUT, Found, Tuned, tokens_per_device, tuned_json
 from megatron_lynx.search.space import SIZES, Question
-from megatron_lynx.search.tune import SIDES, Limits, tune
+from megatron_lynx.search.tune import QUICK_S, SIDES, TIME_LIMIT_S, Limits, tune
 from megatron_lynx.units import format_bytes, format_ns, parse_bytes, parse_ns
 
 NAMES = {WITHOUT: "Megatron's own options", WITH: "with lynx"}
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         top=args.top,
         quick=args.quick,
         jobs=args.jobs or os.cpu_count() or 1,
-        **({"time_limit_s": _limit_s(args) / len(questions)} if args.time_limit else {}),
+        time_limit_s=_limit_s(args) / len(questions),
     )
     tuned = [_search(question, args.methods, limits) for question in questions]
     if args.html:
@@ -92,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _limit_s(args: argparse.Namespace) -> float:
-    return parse_ns(args.time_limit, "--time-limit") / 1e9
+    if args.time_limit:
+        return parse_ns(args.time_limit, "--time-limit") / 1e9
+    return QUICK_S if args.quick else TIME_LIMIT_S
 
 
 def _search(question: Question, methods: str, limits: Limits) -> Tuned:

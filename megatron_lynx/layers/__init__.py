@@ -6,6 +6,8 @@ A module of this package that has a ``KIND`` adds a kind; the others hold what k
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
 from importlib import import_module
 from pkgutil import iter_modules
 
@@ -41,4 +43,11 @@ def kind_of(model: Model) -> LayerKind:
 
 def layer_graph(model: Model, parallel: Parallel, batch: Batch) -> LayerGraph:
     """Regions and storages of one layer on one tensor-parallel rank, for one microbatch."""
+    own = Parallel(tp=parallel.tp, sequence_parallel=parallel.sequence_parallel)
+    one = replace(batch, global_batch_size=batch.micro_batch_size)
+    return _graph(model, own, one)
+
+
+@lru_cache(maxsize=256)
+def _graph(model: Model, parallel: Parallel, batch: Batch) -> LayerGraph:
     return kind_of(model).graph(model, parallel, batch)

@@ -125,6 +125,7 @@ class Evaluations(Generic[C]):
         self._plan_stage, self._score, self._period, self._whole = plan_stage, score, period, whole
         self.floor, self.hurry = floor, hurry
         self._stages: dict[tuple[int, tuple[int, ...]], C | None] = {}
+        self._misfits: dict[int, list[tuple[int, ...]]] = {}
         self._balances: dict[Partition, Balance[C] | None] = {}
         self.reasons: dict[tuple[int, tuple[int, ...]], InfeasibleError] = {}
         """Why a (rank, layers) pair does not fit, where ``plan_stage`` said so."""
@@ -139,13 +140,16 @@ class Evaluations(Generic[C]):
         not either, and are not tried."""
         key = (rank, layers)
         if key not in self._stages:
-            self._stages[key] = None if self._hopeless(rank, layers) else self._try(key)
+            if self._hopeless(rank, layers):
+                return None
+            self._stages[key] = self._try(key)
+            if self._stages[key] is None:
+                self._misfits.setdefault(rank, []).append(layers)
         return self._stages[key]
 
     def _hopeless(self, rank: int, layers: tuple[int, ...]) -> bool:
         return any(
-            plan is None and one == rank and all(a <= b for a, b in zip(held, layers, strict=True))
-            for (one, held), plan in self._stages.items()
+            all(a <= b for a, b in zip(held, layers, strict=True)) for held in self._misfits.get(rank, ())
         )
 
     def _try(self, key: tuple[int, tuple[int, ...]]) -> C | None:
@@ -306,20 +310,23 @@ def _table_seeds(
     for unequal in (False, True) if whole and vpp > 1 else (False,):
         near = reach
         while True:
-            table = _table(start, evaluations, near, unequal=unequal)
+            if not whole and evaluations.hurry():
+                return
+            table = _table(start, evaluations, near, unequal=unequal, whole=whole)
             found = bottleneck(table.periods, total)
             if found is not None:
                 for ranks in (found, summed(table.periods, total, microbatches)):
                     if ranks is not None:
                         yield _assemble(table, ranks, pp, vpp)
                 return
-            if not whole or near >= uneven_from:
+            if not whole or near >= uneven_from or evaluations.hurry():
                 break
             near *= 2
 
 
-def _table(start: Partition, evaluations: Evaluations[C], reach: int, *, unequal: bool) -> Table:
-    """Periods of each rank by its number of layers, and how its chunks share them."""
+def _table(start: Partition, evaluations: Evaluations[C], reach: int, *, unequal: bool, whole: bool) -> Table:
+    """Periods of each rank by its number of layers, and how its chunks share them. In a hurry it has gaps,
+    unless nothing is known to fit (``whole``)."""
     pp, vpp, total = start.pp, start.vpp, start.num_layers
     most = total - (pp - 1) * vpp
     periods: list[dict[int, int]] = []
@@ -329,6 +336,8 @@ def _table(start: Partition, evaluations: Evaluations[C], reach: int, *, unequal
         own = sum(start.on(rank))
         for layers in range(max(vpp, own - reach), min(most, own + reach) + 1):
             for share in spread(layers, vpp, last=rank == pp - 1, unequal=unequal):
+                if (unequal or not whole) and evaluations.hurry():
+                    break
                 period = evaluations.period(rank, share)
                 if period is not None:
                     times[layers], shared[layers] = period, share

@@ -7,10 +7,15 @@ only make good places to start from: a period also depends on what waits for it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, permutations
 
 Periods = Sequence[Mapping[int, int]]
+
+MOST_SHARES = 256
+"""Ways to share a rank's layers among its chunks that are looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,22 +89,28 @@ def spread(layers: int, chunks: int, *, last: bool, unequal: bool) -> Iterator[t
     """Ways in which a rank's chunks can share its layers, each with one at least.
 
     First as equal as can be, the larger chunks last, or first on the ``last`` rank, whose last
-    chunk ends with the head. With ``unequal`` all others follow.
+    chunk ends with the head. With ``unequal`` others follow, those nearest to it first, ``MOST_SHARES``
+    in all.
     """
     base, rest = divmod(layers, chunks)
     if base < 1:
         return
     equal = (base + 1,) * rest + (base,) * (chunks - rest)
     equal = equal if last else equal[::-1]
-    yield equal
-    if unequal:
-        yield from (share for share in _shares(layers, chunks) if share != equal)
+    yield from islice(_nearest(equal), MOST_SHARES if unequal else 1)
 
 
-def _shares(layers: int, chunks: int) -> Iterator[tuple[int, ...]]:
-    if chunks == 1:
-        yield (layers,)
-        return
-    for first in range(1, layers - chunks + 2):
-        for others in _shares(layers - first, chunks - 1):
-            yield (first, *others)
+def _nearest(share: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """``share``, then what one layer more moved between two chunks makes of it, and so on."""
+    seen, waiting = {share}, deque([share])
+    while waiting:
+        one = waiting.popleft()
+        yield one
+        for source, target in permutations(range(len(one)), 2):
+            if one[source] > 1:
+                moved = list(one)
+                moved[source] -= 1
+                moved[target] += 1
+                if (other := tuple(moved)) not in seen:
+                    seen.add(other)
+                    waiting.append(other)

@@ -15,13 +15,16 @@ from collections.abc import Mapping
 from typing import cast
 
 from megatron_lynx.plan import Choice, StagePlan, Window
-from megatron_lynx.planner.baselines import infeasible
+from megatron_lynx.planner.baselines import everything_on_demand, infeasible
 from megatron_lynx.planner.block import Block, Slot, minus, passes_early, tidy
 from megatron_lynx.planner.milp import HALF_NS_IN_US, Model, Solution
 from megatron_lynx.planner.price import Pricer, fits_whole, stage_plan
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.planner.result import Answer, SolveOptions
 from megatron_lynx.planner.scale import ONE_NS, ONE_UNIT, Memory, Scale, Term, scaled
+
+MOST_S = 3.0
+"""What one policy may take: hundreds of times what it usually does."""
 
 Key = tuple[str, str]
 Policy = Mapping[str, Key | str]
@@ -48,7 +51,8 @@ def heu(problem: StageProblem, options: SolveOptions) -> Answer:
 def _smallest(problem: StageProblem, options: SolveOptions) -> StagePlan:
     """The plan with the lowest peak that one policy for all layers can reach."""
     stage = _PolicyModel(problem, options, budget=False)
-    return expand(problem, stage.policy(stage.solve()))
+    solution = stage.solve()
+    return expand(problem, stage.policy(solution)) if solution.values else everything_on_demand(problem)
 
 
 def expand(problem: StageProblem, policy: Policy) -> StagePlan:
@@ -251,7 +255,7 @@ class _PolicyModel:
         return self.asked[name, phase]
 
     def solve(self) -> Solution:
-        deadline = time.monotonic() + self.options.time_limit_s
+        deadline = time.monotonic() + min(MOST_S, self.options.time_limit_s)
         gap = ONE_NS if self.memory.peak is None else ONE_UNIT
         return self.model.solve(self.options, deadline=deadline, absolute_gap=gap, plain=True)
 

@@ -137,9 +137,10 @@ class StagePlans:
         hard = self._plans.get((stage, layers, stall_ns, planner, False))
         if soft and isinstance(hard, PlannedStage):
             options = replace(options, start=hard.plan)
-        if limit_s is not None:
+        if limit_s is not None or self.deadline is not None:
             least = 0.5 if self.deadline is None else 0.05
-            options = replace(options, time_limit_s=min(options.time_limit_s, max(least, limit_s)))
+            limit = min(options.time_limit_s, self.left_s(), math.inf if limit_s is None else limit_s)
+            options = replace(options, time_limit_s=max(least, limit))
         static = self.job.memory_bytes - problem.budget_bytes
         try:
             planned = planners.plan(problem, planner, options)

@@ -21,12 +21,11 @@ from dataclasses import dataclass, replace
 from megatron_lynx.layers import kind_of
 from megatron_lynx.planner.baselines import module_sets, modules_of
 from megatron_lynx.search.extend import Costs
-from megatron_lynx.search.floors import may_fit, step_floor_ns
+from megatron_lynx.search.floors import Floor
 from megatron_lynx.search.found import WITH, WITHOUT, Tuned
 from megatron_lynx.search.shifts import shifts_of
 from megatron_lynx.search.space import Config, Question, configurations
-from megatron_lynx.search.workers import Done, Task, work_all
-from megatron_lynx.search.workflow import MEGATRON_METHODS
+from megatron_lynx.search.workers import Done, Part, Task, Workers, bound, work
 
 SIDES = {"megatron": (WITHOUT,), "lynx": (WITH,), "both": (WITHOUT, WITH)}
 """What ``--methods`` takes."""
@@ -38,14 +37,25 @@ always, in the second with ``quick``."""
 AHEAD = 12
 """How many configurations are planned before the first round."""
 
+SHARES = ((0.2, 0.3, 0.4), (0.5, 0.75, 1.0))
+"""When planning on even splits and moving layers for each side end, of the time left: in the first round,
+and in a later one."""
+
+
+PART = 100
+"""How many configurations are bounded at a time."""
+
+TIME_LIMIT_S, QUICK_S = 280.0, 50.0
+"""What a search takes at most, and a quick one, unless it is told."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How far to go: entries asked for, seconds in all and for one plan, processes."""
+    """How far to go: entries asked for, seconds in all and for one configuration, processes."""
 
     top: int = 10
     quick: bool = False
-    time_limit_s: float = 280.0
+    time_limit_s: float = TIME_LIMIT_S
     plan_s: float = 20.0
     jobs: int = 1
 
@@ -70,6 +80,8 @@ def tune(
         search.run()
     except KeyboardInterrupt:
         search.tuned.stopped = "interrupted"
+    finally:
+        search.workers.close()
     search.finish()
     return search.tuned
 
@@ -79,88 +91,120 @@ class _Search:
         self.question, self.limits, self.progress = question, limits, progress
         self.sides = SIDES[methods]
         self.tuned = Tuned(question=question)
-        self.deadline = time.monotonic() + limits.time_limit_s
+        self.deadline = self.until = time.monotonic() + limits.time_limit_s
         self.configs = configurations(question)
+        self.workers = Workers(limits.jobs)
         self.costs = Costs(question, self.configs)
-        self.floors: dict[Config, int] = {}
+        self.floors: dict[str, dict[Config, int]] = {side: {} for side in self.sides}
         self.tried: dict[str, set[Config]] = {side: set() for side in self.sides}
         self.exact: dict[str, set[Config]] = {side: set() for side in self.sides}
+        self.cut: dict[str, set[Config]] = {side: set() for side in self.sides}
 
     def run(self) -> None:
         """All phases: a few configurations all the way, so that bounds have something to beat; then all that
-        might be faster; then those that might be among the entries asked for."""
+        might be faster, round after round while time cuts one short; then those that might be among the
+        entries asked for."""
         self._bound()
-        for most in (AHEAD, None):
-            self._consume("planning", self._first(1, most))
-            for side in self.sides:
-                few = QUICK if most or self.limits.quick else None
-                self._consume(f"moving layers, {side}", self._moved(side, few))
-        if not self.limits.quick:
-            self._consume("planning for the list", self._first(self.limits.top, None))
+        self._round(AHEAD, QUICK)
+        while not self._late() and any(self._left(side) for side in self.sides):
+            self._round(None, QUICK if self.limits.quick else None)
+            if self.limits.quick:
+                return
+        self._consume("planning for the list", self._first(self.limits.top, None))
+
+    def _round(self, most: int | None, few: int | None) -> None:
+        """Plan on even splits, then with the layers moved: half of the time that is left, then a quarter for
+        each side. So some is left for what comes later."""
+        now = time.monotonic()
+        ends = [now + (self.deadline - now) * share for share in SHARES[most is None]]
+        self.until = ends[0]
+        self._consume("planning", self._first(1, most))
+        for side, end in zip(self.sides, ends[-len(self.sides) :], strict=True):
+            self.until = end
+            self._consume(f"moving layers, {side}", self._moved(side, few))
+        self.until = self.deadline
 
     def _bound(self) -> None:
         """Floors of all configurations that have room for their weights."""
-        for number, config in enumerate(self.configs):
-            if number % 100 == 0:
-                self.progress(f"bounding {number} of {len(self.configs)} configurations", self.tuned)
-            job = self.question.job(config, self.costs.of(config)[0])
-            if may_fit(job):
-                self.floors[config] = step_floor_ns(job)
+        seen = 0
+        for part in self.workers.each(bound, self._parts()):
+            seen += len(part)
+            self.progress(f"bounding {seen} of {len(self.configs)} configurations", self.tuned)
+            for config, floors in part:
+                for side, floor in floors.items() if floors else ():
+                    self.floors[side][config] = floor
         for side in self.sides:
             tally = self.tuned.tallies[side]
             tally.configurations = len(self.configs)
-            tally.no_room = len(self.configs) - len(self.floors)
+            tally.no_room = seen - len(self.floors[side])
+
+    def _parts(self) -> Iterator[Part]:
+        question = replace(self.question, profiles=())
+        for first in range(0, len(self.configs), PART):
+            if self._late():
+                return
+            configs = self.configs[first : first + PART]
+            yield Part(question, self.sides, tuple((one, self.costs.of(one)[0]) for one in configs))
 
     def _late(self) -> bool:
-        if time.monotonic() < self.deadline:
-            return False
-        self.tuned.stopped = self.tuned.stopped or f"after {self.limits.time_limit_s:.0f} s"
-        return True
+        now = time.monotonic()
+        if now >= self.deadline - 1:
+            self.tuned.stopped = self.tuned.stopped or f"after {self.limits.time_limit_s:.0f} s"
+        return now >= min(self.until, self.deadline - 1)
 
     def _task(
         self, config: Config, planners: Mapping[str, tuple[str, ...]], partition: str, *, exact: bool
     ) -> Task:
         costs, source = self.costs.of(config)
-        left = max(1.0, self.deadline - time.monotonic())
+        left, most = self.deadline - time.monotonic(), self.limits.time_limit_s / AHEAD
         return Task(
             question=replace(self.question, profiles=()),
             config=config,
-            floor_ns=self.floors[config],
+            floor_ns=min(self.floors[side][config] for side in planners),
             costs=costs,
             source=source,
             planners=planners,
             partition=partition,
-            time_limit_s=min(self.limits.plan_s, left),
+            time_limit_s=min(self.limits.plan_s, left, most),
             exact=exact,
         )
 
     def _first(self, place: int, most: int | None) -> Iterator[Task]:
         """Configurations that may come among the first ``place``, by rising floor, ``most`` of them."""
-        planners = {WITH: ("heu",), WITHOUT: MEGATRON_METHODS}
         given = 0
-        for config, floor in sorted(self.floors.items(), key=lambda pair: (pair[1], pair[0])):
-            sides = [side for side in self.sides if floor < self.tuned.rank_ns(side, place)]
-            if not sides or given == most or self._late():
+        lowest = {
+            config: min(floors[config] for floors in self.floors.values())
+            for config in self.floors[self.sides[0]]
+        }
+        for config in sorted(lowest, key=lambda one: (lowest[one], one)):
+            if given == most or self._late():
                 return
-            sides = [side for side in sides if config not in self.tried[side]]
+            sides = [
+                side
+                for side in self.sides
+                if self.floors[side][config] < self.tuned.rank_ns(side, place)
+                and config not in self.tried[side]
+            ]
             if not sides:
                 continue
             for side in sides:
                 self.tried[side].add(config)
             given += 1
-            yield self._task(config, {side: planners[side] for side in sides}, "keep", exact=False)
+            planners = {side: ("heu",) if side == WITH else self._megatron(config, place) for side in sides}
+            yield self._task(config, planners, "keep", exact=False)
 
     def _open(self, side: str, done: set[Config]) -> list[Config]:
         """Configurations that might beat the best of a side and are not done: those found first, then by
         floor."""
         best = self.tuned.rank_ns(side, 1)
         found = {one.config: one.iteration_ns for one in self.tuned.found[side]}
-        left = [c for c, floor in self.floors.items() if floor < best and c not in done]
-        return sorted(left, key=lambda c: (found.get(c, 1 << 62), self.floors[c], c))
+        floors = self.floors[side]
+        left = [c for c, floor in floors.items() if floor < best and c not in done]
+        return sorted(left, key=lambda c: (found.get(c, 1 << 62), floors[c], c))
 
     def _moved(self, side: str, most: int | None) -> Iterator[Task]:
         """Configurations that might beat the best of their side, with their layers moved."""
-        done = set(self.exact[side])
+        done = self.exact[side] | self.cut[side]
         known = len(done)
         while not self._late() and len(done) - known != most:
             left = self._open(side, done)
@@ -168,24 +212,29 @@ class _Search:
                 return
             done.add(left[0])
             self.tried[side].add(left[0])
-            planners = ("opt",) if side == WITH else self._megatron(left[0])
+            planners = ("opt",) if side == WITH else self._megatron(left[0], 1)
             yield self._task(left[0], {side: planners}, "search", exact=True)
 
-    def _megatron(self, config: Config) -> tuple[str, ...]:
-        """Megatron's options that might win with their layers moved: full recomputation of a block (of 0
+    def _left(self, side: str) -> list[Config]:
+        """Configurations that might beat the best of a side, and have not had their turn."""
+        return self._open(side, self.exact[side] | self.cut[side])
+
+    def _megatron(self, config: Config, place: int) -> tuple[str, ...]:
+        """Megatron's options that might come among the first ``place``: full recomputation of a block (of 0
         layers, too), and those that rebuild something in every layer, if that leaves them a chance."""
-        costs, best = self.costs.of(config)[0].layer, self.tuned.rank_ns(WITHOUT, 1)
+        costs, best = self.costs.of(config)[0].layer, self.tuned.rank_ns(WITHOUT, place)
         job = self.question.job(config, self.costs.of(config)[0])
         modules = kind_of(self.question.model).recompute_modules
         least = {"full-uniform": costs.layer_forward_ns}
         for planner in ("selective", *module_sets(modules)):
             regions = (region for module in modules_of(planner) for region in modules[module])
             least[planner] = sum(costs.forward_ns.get(region, 0) for region in regions)
-        others = [name for name, again in least.items() if step_floor_ns(job, again) < best]
+        floor = Floor(job)
+        others = [name for name, again in least.items() if floor.step_ns(again, hides=False) < best]
         return ("full-block", *others)
 
     def _consume(self, text: str, tasks: Iterator[Task]) -> None:
-        for number, done in enumerate(work_all(tasks, self.limits.jobs), start=1):
+        for number, done in enumerate(self.workers.each(work, tasks), start=1):
             self._note(done)
             self.progress(f"{text}: {number}", self.tuned)
 
@@ -193,11 +242,11 @@ class _Search:
         """Keep what a task gave; what needs no option at all is for both sides."""
         if done.task.exact:
             for side in done.task.planners:
-                self.exact[side].add(done.task.config)
+                (self.cut if done.cut else self.exact)[side].add(done.task.config)
         for entry in done.found:
             whole = entry.keeps_all and entry.config.pp == 1  # there is nothing left to find
             for side in self.sides if entry.keeps_all else (entry.side,):
-                exact = whole or (entry.exact and side == entry.side)
+                exact = whole or (entry.exact and side == entry.side and not done.cut)
                 self.tuned.add(replace(entry, side=side, exact=exact))
                 if whole:
                     self.exact[side].add(entry.config)
@@ -209,8 +258,9 @@ class _Search:
             tally.planned = len(self.tried[side])
             tally.misfits = len(self.tried[side] - found)
             tally.exact = len(self.exact[side])
-            tally.unproven = len(self._open(side, self.exact[side]))
-            tally.bounded = len(self.floors.keys() - self.tried[side]) - len(
+            unbounded = tally.configurations - tally.no_room - len(self.floors[side])
+            tally.unproven = len(self._open(side, self.exact[side])) + unbounded
+            tally.bounded = len(self.floors[side].keys() - self.tried[side]) - len(
                 set(self._open(side, self.exact[side])) - self.tried[side]
             )
         for one in self.tuned.found[WITH][: self.limits.top]:

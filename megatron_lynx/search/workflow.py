@@ -250,15 +250,26 @@ def _plan(bench: StagePlans, planner: str, partition: str) -> Planned:
     if planner == "heu":
         splits += bench.chosen.get("checkmate", ())
     found, errors = list[Planned](), list[InfeasibleError]()
-    for split in dict.fromkeys((*splits, given)):
+    whole, different = bench.deadline, list(dict.fromkeys((*splits, given)))
+    for number, split in enumerate(different):
+        bench.end_by(_part(whole, len(different) - number))
         try:
             found.append(_assemble(bench, planner, split))
         except InfeasibleError as error:
             errors.append(error)
+    bench.end_by(whole)
     if not found:
         raise errors[0]
     bench.chosen.setdefault(planner, []).extend(splits)
     return min(found, key=lambda planned: planned.iteration_ns)
+
+
+def _part(deadline: float | None, ways: int) -> float | None:
+    """When the first of so many that share the time should be done."""
+    if deadline is None:
+        return None
+    now = time.monotonic()
+    return now + max(0.0, deadline - now) / ways
 
 
 def plan_with_costs(
@@ -329,9 +340,7 @@ def compare(
         chosen += [("opt", "keep", name) for name in SWITCHES]
     rows = []
     for number, (method, partition, switch) in enumerate(chosen):
-        if deadline is not None:
-            now = time.monotonic()
-            benches[switch].end_by(now + max(0.0, deadline - now) / (len(chosen) - number))
+        benches[switch].end_by(_part(deadline, len(chosen) - number))
         suffix = f" {switch}" if switch else "" if partition == "keep" else f" + {partition}"
         if progress is not None:
             progress(method + suffix)

@@ -80,9 +80,13 @@ def variant(chunks: int, action: Action, partner: int | None) -> int:
     return row * (chunks + 1) + (chunks if partner is None else partner)
 
 
-@lru_cache(maxsize=256)
 def program(parallel: Parallel, microbatches: int) -> Program:
     """Order the actions of all ranks so that each stands after what it requires."""
+    return _program(schedule.pipeline_of(parallel), microbatches)
+
+
+@lru_cache(maxsize=32)
+def _program(parallel: Parallel, microbatches: int) -> Program:
     steady = schedule.steady(parallel, microbatches)
     if steady is None:
         order = _Order(parallel, microbatches)
@@ -113,10 +117,14 @@ def _with_rounds(steady: Steady, microbatches: int) -> Program:
     )
 
 
-@lru_cache(maxsize=256)
 def counts(parallel: Parallel, microbatches: int) -> tuple[dict[int, int], ...]:
     """How often each entry of each rank's table occurs in a step."""
-    prog = program(parallel, microbatches)
+    return _counts(schedule.pipeline_of(parallel), microbatches)
+
+
+@lru_cache(maxsize=256)
+def _counts(parallel: Parallel, microbatches: int) -> tuple[dict[int, int], ...]:
+    prog = _program(parallel, microbatches)
     found = [Counter[int]() for _ in range(prog.ranks)]
     for ops, times in ((prog.head, 1), (prog.body, prog.rounds), (prog.tail, 1)):
         for op in ops:

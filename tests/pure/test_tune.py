@@ -14,7 +14,7 @@ from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.plan import parse_plan
 from megatron_lynx.presets import load_cluster
 from megatron_lynx.search.extend import Costs
-from megatron_lynx.search.floors import may_fit, step_floor_ns
+from megatron_lynx.search.floors import Floor
 from megatron_lynx.search.found import WITH, WITHOUT, Tuned
 from megatron_lynx.search.space import Config, Question, configurations
 from megatron_lynx.search.tune import Limits, tune
@@ -92,9 +92,9 @@ def test_bounds_are_bounds(solved: Solved) -> None:
     question, _, steps = solved
     for side in (WITH, WITHOUT):
         for config, step in steps[side].items():
-            job = question.job(config)
-            assert may_fit(job)
-            assert step_floor_ns(job) <= step
+            floor = Floor(question.job(config))
+            assert floor.fits
+            assert floor.step_ns(hides=side == WITH) <= step
 
 
 def test_the_tally_adds_up(solved: Solved) -> None:
@@ -161,8 +161,9 @@ def test_no_row_of_the_comparison_can_be_missed(setting: Setting, cluster: str) 
         and not config.distributed_optimizer
         for config in configurations(question)
     )
-    assert may_fit(job)
-    assert step_floor_ns(job) <= plan_job(job, "heu").iteration_ns
+    floor = Floor(job)
+    assert floor.fits
+    assert floor.step_ns() <= plan_job(job, "heu").iteration_ns
 
 
 def test_sizes_that_are_given_stay() -> None:
