@@ -19,6 +19,10 @@ from megatron_lynx.partition.seeds import Table, bottleneck, spread, summed
 C = TypeVar("C")
 
 
+MOST_MOVES = 64
+"""Moves of a layer that are tried without one that helps: all there are with eight virtual stages."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
     """Layers of each virtual stage, chunk by chunk: ``layers[chunk * pp + rank]``.
@@ -272,15 +276,17 @@ def search(
 
 
 def _climb(best: Balance[C], evaluations: Evaluations[C]) -> Balance[C]:
-    """One-layer moves between any two virtual stages, those from slow to fast ranks first."""
+    """One-layer moves between any two virtual stages, those from slow to fast ranks first, until
+    ``MOST_MOVES`` in a row have not helped."""
     improved = True
     while improved:
-        improved = False
+        improved, tried = False, 0
         for moved in _moves(best.partition, evaluations.periods(best)):
-            if evaluations.hurry():
+            if tried == MOST_MOVES or evaluations.hurry():
                 return best
             if evaluations.floor(moved) >= best.iteration_ns:
                 continue
+            tried += 1
             found = evaluations.balance(moved)
             if found is not None and found.iteration_ns < best.iteration_ns:
                 best, improved = found, True

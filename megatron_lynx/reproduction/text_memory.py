@@ -27,7 +27,9 @@ def shape(row: ModelRow) -> tuple[Model, Batch]:
     batch = Batch(
         seq_length=SEQUENCE, micro_batch_size=row.micro_batch_size, global_batch_size=row.global_batch_size
     )
-    return load_model(row.model, attention="unfused", masked_softmax_fusion=False), batch
+    return load_model(
+        row.model, transformer_impl="local", attention="unfused", masked_softmax_fusion=False
+    ), batch
 
 
 def activations() -> str:

@@ -35,7 +35,7 @@ TOLERANCE = 0.10
 def paper_model(name: str) -> Model:
     """A model as those runs had it: unfused attention with dropout, a causal softmax kernel that
     needs no mask tensor."""
-    return load_model(name, attention="unfused", mask_from_data=True)
+    return load_model(name, transformer_impl="local", attention="unfused", mask_from_data=True)
 
 
 def paper_cluster() -> Cluster:

@@ -16,10 +16,14 @@ def aligned(pools: Pools) -> list[list[PlannedStage]]:
 
 
 def pick(
-    pools: Pools, rows: Sequence[Sequence[PlannedStage]], score: Callable[[Sequence[PlannedStage]], int]
+    pools: Pools,
+    rows: Sequence[Sequence[PlannedStage]],
+    score: Callable[[Sequence[PlannedStage]], int],
+    *,
+    hurry: Callable[[], bool] = lambda: False,
 ) -> tuple[PlannedStage, ...]:
     """The best of ``rows`` (a plan for each stage), then one stage after the other is given another plan
-    from its pool while it helps.
+    from its pool while it helps, or until there is no time left (``hurry``).
 
     ``score`` is the time of a step in nanoseconds. At equal time the row with fewest stalls filled,
     then the one that rebuilds least on demand, then least in all.
@@ -36,6 +40,8 @@ def pick(
         moved = False
         for stage, pool in enumerate(pools):
             for other in pool:
+                if hurry():
+                    return tuple(best)
                 if other is best[stage] or other.plan == best[stage].plan:
                     continue
                 trial = [*best[:stage], other, *best[stage + 1 :]]

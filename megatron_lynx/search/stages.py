@@ -182,7 +182,7 @@ class StagePlans:
         if planner == "heu":
             self._add_known(pools, split, "checkmate")
         if planner != "opt":
-            return self._finish(pools, errors) if rounds > 1 else self._pick(pools, errors)
+            return self._finish(pools, errors) if rounds > 1 else self._pick(pools, errors, quick=True)
         quick = [self._finish(pools)] if all(pools) else []
         self._offer(pools, split, "checkmate", [0] * len(pools))
         stalls = self._made_for(pools) or self.free_stalls(split)
@@ -273,12 +273,12 @@ class StagePlans:
         the plans make them, until they repeat; for the best of these, plans that may overrun."""
         errors = self._offer(pools, split, planner, [0] * len(pools))
         stalls, seen = self.free_stalls(split), set[tuple[int, ...]]()
-        for _ in range(rounds):
-            if stalls in seen:
+        for number in range(1, rounds + 1):
+            if stalls in seen or (number > 1 and not self.left_s()):
                 break
             seen.add(stalls)
             self._offer(pools, split, planner, stalls)
-            if not all(pools):
+            if number == rounds or not all(pools):
                 break
             made = [
                 self._plans[s, self.layers(split, s), stalls[s], planner, False] for s in range(len(pools))
@@ -291,8 +291,10 @@ class StagePlans:
             self._offer(pools, split, planner, best, soft=True)
         return errors
 
-    def _pick(self, pools: Pools, errors: Sequence[InfeasibleError] = ()) -> tuple[PlannedStage, ...]:
-        """The best plans of the pools.
+    def _pick(
+        self, pools: Pools, errors: Sequence[InfeasibleError] = (), *, quick: bool = False
+    ) -> tuple[PlannedStage, ...]:
+        """The best plans of the pools; ``quick``: of those made for the same stalls.
 
         Raises:
             InfeasibleError: a pool is empty; of ``errors`` the one of the stage that lacks most.
@@ -300,7 +302,7 @@ class StagePlans:
         if not all(pools):
             empty = {stage for stage, pool in enumerate(pools) if not pool}
             raise max((e for e in errors if e.stage in empty), key=lambda error: error.needed_bytes)
-        return pick(pools, aligned(pools), self.score)
+        return pick(pools, aligned(pools), self.score, hurry=lambda: quick or not self.left_s())
 
     def _finish(
         self, pools: Pools, errors: Sequence[InfeasibleError] = (), *known: Sequence[PlannedStage]
@@ -311,7 +313,7 @@ class StagePlans:
         if self.options.stall and self.options.soft:
             rows.append([self._fill(planned) for planned in best])
             pools = [[*pool, *map(self._fill, pool)] for pool in pools]
-        return pick(pools, rows, self.score)
+        return pick(pools, rows, self.score, hurry=lambda: not self.left_s())
 
     def _fill(self, planned: PlannedStage) -> PlannedStage:
         """``planned`` with its stall filled, itself where there is nothing to fill."""
