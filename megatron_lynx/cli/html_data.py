@@ -1,7 +1,8 @@
 """The page's data: plans, timelines and memory as JSON values, in whole nanoseconds and bytes.
 
 A timeline of thousands of passes is small here because passes of the same kind share one template
-(``simulator.passes.Pass``): a run is ten numbers that point to one. The page's script expands them.
+(``simulator.passes.Pass``), and runs that are as those before, one microbatch on, share one row: so the
+steady state of a step is a few rows. The page's script expands them.
 Nothing is rounded: that is for the script, which prints.
 """
 
@@ -23,7 +24,7 @@ from megatron_lynx.simulator.memory import peak
 from megatron_lynx.simulator.passes import Delta, Pass, Piece
 from megatron_lynx.simulator.timeline import Timeline
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the data inside the page."""
 
 Json = dict[str, Any]
@@ -168,29 +169,40 @@ _OWNER = {owner: i for i, owner in enumerate(kinds.OWNERS)}
 def _timeline(timeline: Timeline) -> Json:
     """``passes``: [early ns, body ns, early pieces, body pieces, early memory, body memory].
 
-    A piece is [stream, kind, start, end, layer, name]; a change of memory [at, bytes, owner]. A run
-    is [forward, microbatch, chunk, pass, start, ready, arrival, begin, end, sent, delivered].
+    A piece is [stream, kind, start, end, layer, name]; a change of memory [at, bytes, owner]. ``runs``
+    are, for each rank, the places of its runs in ``rows``. A row is [forward, chunk, microbatches since the
+    last such run, pass, wait from ready to begin, arrival of the gradient after the start as far as early
+    work hides in it, delivery after the end]. A transfer takes ``p2p_ns``.
     """
     names, passes = _Names(), list[Json | list[Any]]()
     numbers: dict[int, int] = {}
     alive: list[Pass] = []  # so that no id is used twice
-    runs = []
+    rows: dict[tuple[int, ...], int] = {}
+    runs, p2p_ns = [], 0
     for rank in timeline.runs:
-        row = []
+        found, last = list[int](), dict[tuple[int, int], int]()
         for run in rank:
             inside = timeline.inside(run)
             if id(inside) not in numbers:
                 numbers[id(inside)] = len(passes)
                 alive.append(inside)
                 passes.append(_pass(inside, names))
-            action = run.action
-            head = [int(action.forward), action.microbatch, action.chunk, numbers[id(inside)]]
-            row.append([*head, *run[3:]])
-        runs.append(row)
+            action, early = run.action, run.ready_ns - run.start_ns
+            key = int(action.forward), action.chunk
+            since = action.microbatch - last.get(key, -1)
+            last[key] = action.microbatch
+            hidden = min(early, max(0, run.arrival_ns - run.start_ns))
+            delay = run.delivered_ns - run.end_ns
+            p2p_ns = max(p2p_ns, run.delivered_ns - run.sent_ns)
+            row = (*key, since, numbers[id(inside)], run.begin_ns - run.ready_ns, hidden, delay)
+            found.append(rows.setdefault(row, len(rows)))
+        runs.append(found)
     return {
         "makespan_ns": timeline.makespan_ns,
+        "p2p_ns": p2p_ns,
         "names": list(names.places),
         "passes": passes,
+        "rows": list(rows),
         "runs": runs,
     }
 

@@ -6,7 +6,7 @@ ends at zero; weights and the like are added as ``static_bytes``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from megatron_lynx.schedule import Action
@@ -51,13 +51,18 @@ def _changes(timeline: Timeline, stage: int) -> Iterator[tuple[int, Run, Delta]]
             yield run.begin_ns + delta.at_ns, run, delta
 
 
-def curve(timeline: Timeline, stage: int, static_bytes: int = 0) -> tuple[tuple[int, int], ...]:
+def curve(
+    timeline: Timeline, stage: int, static_bytes: int = 0, detailed: Collection[int] | None = None
+) -> tuple[tuple[int, int], ...]:
     """(time, bytes held from then on): one point for each moment at which something changes.
 
-    Within one moment the largest value counts: what is taken and freed at once was there.
+    Within one moment the largest value counts: what is taken and freed at once was there. A pass of a
+    microbatch that is not among ``detailed``, if given, is one moment, and what it leaves another.
     """
     held, points = static_bytes, [(0, static_bytes)]
-    for at_ns, _, delta in _changes(timeline, stage):
+    for at_ns, run, delta in _changes(timeline, stage):
+        if detailed is not None and run.action.microbatch not in detailed:
+            at_ns = run.begin_ns
         before, held = held, held + delta.size_bytes
         if at_ns > points[-1][0]:
             if points[-1][1] != before:

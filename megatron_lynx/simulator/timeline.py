@@ -91,12 +91,13 @@ class Timeline:
         """Spans of one rank, or of all; on each stream in the order of time."""
         for rank in self.runs if stage is None else (self.runs[stage],):
             for run in rank:
-                yield from self._run_spans(run)
+                yield from self.spans_of(run)
             if rank and rank[-1].end_ns < self.makespan_ns:
                 end = rank[-1].end_ns
                 yield Span(rank[-1].stage, kinds.COMPUTE, kinds.IDLE, end, self.makespan_ns, -1, "", None)
 
-    def _run_spans(self, run: Run) -> Iterator[Span]:
+    def spans_of(self, run: Run) -> Iterator[Span]:
+        """The spans of one run, on each stream in the order of time."""
         stage, action, inside = run.stage, run.action, self.inside(run)
         for piece in inside.early:
             start, end = run.start_ns + piece.start_ns, run.start_ns + piece.end_ns

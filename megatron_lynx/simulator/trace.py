@@ -14,7 +14,7 @@ from typing import Any
 from megatron_lynx.schedule import Action
 from megatron_lynx.simulator import memory
 from megatron_lynx.simulator import passes as kinds
-from megatron_lynx.simulator.timeline import Span, Timeline
+from megatron_lynx.simulator.timeline import Run, Span, Timeline
 
 Event = dict[str, Any]
 
@@ -38,17 +38,52 @@ def _us(time_ns: int) -> float:
     return time_ns / 1000
 
 
-def trace_events(timeline: Timeline, static_bytes: Sequence[int] | None = None) -> list[Event]:
-    """All events; ``static_bytes`` per rank is added to the memory counter."""
-    stages = range(len(timeline.runs))
+MOST_EVENTS = 100_000
+"""Spans that a trace shows one by one. A viewer takes more, slowly; a step repeats itself."""
+
+
+def shown(timeline: Timeline, most: int = MOST_EVENTS) -> frozenset[int]:
+    """The microbatches that a trace shows piece by piece, all if there is room for them; else the first,
+    those in the middle and the last, as many as there is room for. Passes of the others are one span each."""
+    found = {run.action.microbatch for rank in timeline.runs for run in rank}
+    count = max(found, default=0) + 1
+    spans = sum(len(timeline.inside(run).body) for rank in timeline.runs for run in rank)
+    if spans <= most:
+        return frozenset(found)
+    third = max(1, count * most // spans // 3)
+    middle = count // 2
+    chosen = {*range(third), *range(middle, middle + third), *range(count - third, count)}
+    return frozenset(chosen & found)
+
+
+def trace_events(
+    timeline: Timeline, static_bytes: Sequence[int] | None = None, most: int = MOST_EVENTS
+) -> list[Event]:
+    """All events; ``static_bytes`` per rank is added to the memory counter. With more than ``most`` spans
+    not every microbatch is shown piece by piece (``shown``); of memory in the other passes the most that
+    is held in each counts."""
+    stages, detailed = range(len(timeline.runs)), shown(timeline, most)
     static = static_bytes or [0] * len(timeline.runs)
     events: list[Event] = []
     for stage in stages:
         events += _metadata(stage)
-        events += [_complete(span) for span in timeline.spans(stage) if span.kind != kinds.IDLE]
-        events += _counters(timeline, stage, static[stage])
-    events += _flows(timeline)
+        for run in timeline.runs[stage]:
+            spans = timeline.spans_of(run) if run.action.microbatch in detailed else _whole(run)
+            events += [_complete(span) for span in spans if span.kind != kinds.IDLE]
+        events += _counters(timeline, stage, static[stage], detailed)
+    events += _flows(timeline, detailed)
     return events
+
+
+def _whole(run: Run) -> Iterator[Span]:
+    """A pass as one span, with its transfer."""
+    kind = kinds.FORWARD if run.action.forward else kinds.BACKWARD
+    if run.begin_ns < run.end_ns:
+        yield Span(run.stage, kinds.COMPUTE, kind, run.begin_ns, run.end_ns, -1, "", run.action)
+    if run.sent_ns < run.delivered_ns:
+        yield Span(
+            run.stage, kinds.PIPELINE_LINK, kinds.P2P, run.sent_ns, run.delivered_ns, -1, "", run.action
+        )
 
 
 def to_json(timeline: Timeline, static_bytes: Sequence[int] | None = None) -> str:
@@ -97,8 +132,8 @@ def _complete(span: Span) -> Event:
     return event
 
 
-def _counters(timeline: Timeline, stage: int, static_bytes: int) -> Iterator[Event]:
-    for at_ns, held in memory.curve(timeline, stage, static_bytes):
+def _counters(timeline: Timeline, stage: int, static_bytes: int, detailed: frozenset[int]) -> Iterator[Event]:
+    for at_ns, held in memory.curve(timeline, stage, static_bytes, detailed):
         yield {
             "ph": "C",
             "name": "memory",
@@ -109,8 +144,8 @@ def _counters(timeline: Timeline, stage: int, static_bytes: int) -> Iterator[Eve
         }
 
 
-def _flows(timeline: Timeline) -> Iterator[Event]:
-    """An arrow from each transfer to the action that waits for it."""
+def _flows(timeline: Timeline, detailed: frozenset[int]) -> Iterator[Event]:
+    """An arrow from each transfer to the action that waits for it, for these microbatches."""
     waiting = {
         (run.action.forward, run.arrival_ns, run.action.microbatch): run
         for rank in timeline.runs
@@ -121,6 +156,8 @@ def _flows(timeline: Timeline) -> Iterator[Event]:
     for rank in timeline.runs:
         for run in rank:
             key = (run.action.forward, run.delivered_ns, run.action.microbatch)
+            if run.action.microbatch not in detailed:
+                continue
             if run.sent_ns == run.delivered_ns or key not in waiting:
                 continue
             number += 1

@@ -27,11 +27,13 @@ from tests.support.run_folder import DEMAND_NS, RUN, STEP_NS, STEPS, WAIT_NS, WO
 Captured = pytest.CaptureFixture[str]
 
 
-def job(pp: int = 4, microbatches: int = 8, layers: int = 8, memory_bytes: int | None = None) -> Job:
+def job(
+    pp: int = 4, microbatches: int = 8, layers: int = 8, memory_bytes: int | None = None, vpp: int = 1
+) -> Job:
     model = replace(load_model("gpt-7b"), num_layers=layers)
     batch = Batch(seq_length=2048, micro_batch_size=12, global_batch_size=12 * microbatches)
     cluster = load_cluster("a100-40g-nvlink")
-    return make_job(model, Parallel(tp=4, pp=pp), batch, cluster=cluster, memory_bytes=memory_bytes)
+    return make_job(model, Parallel(tp=4, pp=pp, vpp=vpp), batch, cluster=cluster, memory_bytes=memory_bytes)
 
 
 def embedded(text: str) -> dict[str, Any]:
@@ -96,9 +98,37 @@ def test_timeline_is_complete_and_shares_its_passes() -> None:
         assert sum(stage["peak"]["owners"].values()) + stage["static_bytes"] == stage["peak"]["size_bytes"]
 
 
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_rows_tell_every_run(vpp: int) -> None:
+    """As the page's script reads them."""
+    one = job(microbatches=32, layers=8, vpp=vpp)
+    plan = plan_job(one, "opt").plan
+    timeline = timeline_of(one, plan)
+    told = page_data("x", one, [Method(name="x", plan=plan, timeline=timeline)])["methods"][0]["timeline"]
+    for rank, places in zip(timeline.runs, told["runs"], strict=True):
+        end, last = 0, dict[tuple[int, int], int]()
+        for run, place in zip(rank, places, strict=True):
+            forward, chunk, since, inside, wait, hidden, delay = told["rows"][place]
+            last[forward, chunk] = last.get((forward, chunk), -1) + since
+            early, body, *_ = told["passes"][inside]
+            assert (run.action.forward, run.action.chunk) == (bool(forward), chunk)
+            assert run.action.microbatch == last[forward, chunk]
+            assert (run.start_ns, run.ready_ns, run.begin_ns) == (end, end + early, end + early + wait)
+            assert run.end_ns == (end := run.begin_ns + body)
+            assert min(max(run.arrival_ns, run.start_ns), run.ready_ns) == run.start_ns + hidden
+            assert (run.delivered_ns, run.sent_ns) == (end + delay, end + delay - told["p2p_ns"] * (delay > 0))
+
+
 def test_large_job_makes_a_small_page() -> None:
+    """A method's runs take little beside what happens inside a pass, however many microbatches there are."""
     one = job(pp=8, microbatches=64, layers=32)
-    assert len(page(plan_page(one, "heu", plan_job(one, "heu").plan))) < 3_000_000
+    assert len(page(plan_page(one, "heu", plan_job(one, "heu").plan))) < 1_500_000
+    many = job(pp=8, microbatches=512, layers=32)
+    plan = plan_job(many, "heu").plan
+    method = Method(name="x", plan=plan, timeline=timeline_of(many, plan))
+    told = page_data("x", many, [method])["methods"][0]["timeline"]
+    assert len(told["rows"]) < 1000
+    assert len(json.dumps(told["runs"], separators=(",", ":"))) < 40_000
 
 
 def test_methods_that_do_not_fit_say_why() -> None:

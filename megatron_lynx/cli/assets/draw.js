@@ -83,8 +83,9 @@ function drawBlock(context, step, run, place, box, detailed) {
     block(context, "recompute-exposed", middle, box.y, place(run.ready) - middle, box.height);
   }
   const x = place(run.begin);
-  const seam = detailed && place(run.end) - x > 5 ? 1 : 0.3;
-  const width = Math.max(0.4, place(run.end) - x - seam);
+  const room = place(run.end) - x;
+  const seam = detailed && room > 5 ? 1 : room > 3 ? 0.3 : 0;
+  const width = Math.max(1, room - seam); // narrower, and a bar would pale into nothing
   const whole = run.end - run.begin;
   let y = box.y + box.height;
   let base = y;

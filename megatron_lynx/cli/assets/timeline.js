@@ -4,10 +4,22 @@
 const KIND = Object.fromEntries(data.kinds.map((name, i) => [name, i]));
 const STREAM = Object.fromEntries(data.streams.map((name, i) => [name, i]));
 
-// A run as it is embedded, with names.
-function readRun(row) {
-  const [forward, microbatch, chunk, pass, start, ready, arrival, begin, end, sent, delivered] = row;
-  return { forward, microbatch, chunk, pass, start, ready, arrival, begin, end, sent, delivered };
+// The runs of a rank from the rows that they share: each starts where the one before has ended.
+function readRuns({ rows, passes, p2p_ns }, places) {
+  const last = new Map();
+  let end = 0;
+  return places.map((place) => {
+    const [forward, chunk, since, pass, wait, hidden, delay] = rows[place];
+    const microbatch = (last.get(2 * chunk + forward) ?? -1) + since;
+    last.set(2 * chunk + forward, microbatch);
+    const start = end;
+    const ready = start + passes[pass][0];
+    const begin = ready + wait;
+    end = begin + passes[pass][1];
+    const delivered = end + delay;
+    const sent = delay ? delivered - p2p_ns : end;
+    return { forward, microbatch, chunk, pass, start, ready, arrival: start + hidden, begin, end, sent, delivered };
+  });
 }
 
 function runName(run, chunks) {
@@ -21,7 +33,7 @@ class Step {
     this.end = timeline.makespan_ns;
     this.names = timeline.names;
     this.passes = timeline.passes;
-    this.runs = timeline.runs.map((rank) => rank.map(readRun));
+    this.runs = timeline.runs.map((places) => readRuns(timeline, places));
     this.chunks = method.stages[0].chunks.length;
     this.shares = timeline.passes.map(([, , , body]) => Step.shares(body));
     this.curves = new Map();

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from megatron_lynx.simulator import memory
 from megatron_lynx.simulator.engine import SimJob, simulate
-from megatron_lynx.simulator.trace import to_json, trace_events
+from megatron_lynx.simulator.trace import shown, to_json, trace_events
 from megatron_lynx.spec import Parallel
 from tests.pure.simulator.jobs import job_of, table_of, wild_jobs
 
@@ -70,6 +70,29 @@ def test_any_trace_follows_the_format(job: SimJob) -> None:
     trace = json.loads(to_json(simulate(job)))
     check(trace)
     assert trace["traceEvents"]
+
+
+@settings(max_examples=30)
+@given(wild_jobs())
+def test_a_trace_of_few_spans_follows_the_format_and_keeps_the_peak(job: SimJob) -> None:
+    timeline = simulate(job)
+    events = trace_events(timeline, most=40)
+    check({"traceEvents": events, "displayTimeUnit": "ns"})
+    assert len(events) <= len(trace_events(timeline))
+    for stage, rank in enumerate(timeline.runs):
+        held = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == stage]
+        assert max(held) == memory.peak(timeline, stage).size_bytes
+        assert held[-1] == 0
+        passes = {e["args"]["action"] for e in events if e["ph"] == "X" and e["pid"] == stage}
+        assert {str(run.action) for run in rank if run.begin_ns < run.end_ns} <= passes
+
+
+def test_a_long_step_is_traced_at_its_ends_and_in_its_middle() -> None:
+    timeline = simulate(job_of(Parallel(tp=2, pp=2), 40, {}))
+    spans = sum(len(timeline.inside(run).body) for rank in timeline.runs for run in rank)
+    assert shown(timeline) == frozenset(range(40))
+    assert shown(timeline, spans // 5) == {0, 1, 20, 21, 38, 39}
+    assert len(trace_events(timeline, most=spans // 5)) < len(trace_events(timeline)) / 2
 
 
 def test_what_a_trace_tells() -> None:
