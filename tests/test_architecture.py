@@ -69,7 +69,7 @@ HEAVY = {
     "torch": {"profiler", "runtime", "integration", "pretrain_gpt"},
     "megatron": {"integration", "pretrain_gpt"},
     "rich": {"cli"},
-    "numpy": {"planner", "partition", "simulator", "runtime", "integration", "profiler"},
+    "numpy": {"planner", "partition", "simulator", "search", "runtime", "integration", "profiler"},
     "highspy": {"planner"},
 }
 """Third-party package -> who may import it. Nothing else but the standard library is used."""

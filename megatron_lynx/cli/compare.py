@@ -10,7 +10,7 @@ from megatron_lynx.cli.html import comparison_page, write_page
 from megatron_lynx.cli.job import add_job_flags, choices_from
 from megatron_lynx.cli.report import compare_table, console, job_line, print_notes, progress, show, verdict
 from megatron_lynx.search.rows import compare_json
-from megatron_lynx.search.workflow import compare
+from megatron_lynx.search.workflow import compare, part_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +35,12 @@ def run(args: argparse.Namespace) -> int:
             job,
             switches=args.switches,
             time_limit_s=choices.time_limit_s,
-            deadline=choices.deadline,
+            deadline=part_of(choices.deadline, 2 if args.html else 1),
             progress=lambda name: status.update(f"planning: {name}"),
         )
     if args.html:
         with progress("planning for the page"):
-            write_page(comparison_page(job, choices.time_limit_s), args.html)
+            write_page(comparison_page(job, choices.time_limit_s, choices.deadline), args.html)
     if args.json:
         sys.stdout.write(compare_json(job, rows))
         return 0

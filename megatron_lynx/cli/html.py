@@ -17,7 +17,14 @@ from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.job import Job
 from megatron_lynx.plan import Plan
 from megatron_lynx.search.given import timeline_of
-from megatron_lynx.search.workflow import MEGATRON_METHODS, METHODS, TIME_LIMIT_S, method_of, plan_job
+from megatron_lynx.search.workflow import (
+    MEGATRON_METHODS,
+    METHODS,
+    TIME_LIMIT_S,
+    method_of,
+    part_of,
+    plan_job,
+)
 
 SCRIPTS = ("format.js", "timeline.js", "draw.js", "tables.js", "hands.js", "page.js")
 """The script's parts, in the order in which they run."""
@@ -66,18 +73,22 @@ def write_text(text: str, path: str, flag: str, works: str) -> None:
         raise ConfigError(f"{flag} {path!r} cannot be written ({error}); {flag} {works} works") from error
 
 
-def plan_page(job: Job, name: str, plan: Plan, time_limit_s: float = TIME_LIMIT_S) -> Json:
-    """The data of one plan beside all methods on the job's own split."""
+def plan_page(
+    job: Job, name: str, plan: Plan, time_limit_s: float = TIME_LIMIT_S, deadline: float | None = None
+) -> Json:
+    """The data of one plan beside all methods on the job's own split, ready by ``deadline``."""
     chosen = Method(name=name, plan=plan, timeline=timeline_of(job, plan), megatron=_is_megatron(plan))
-    others = [method for method in methods_of(job, time_limit_s=time_limit_s) if method.name != name]
+    methods = methods_of(job, time_limit_s=time_limit_s, deadline=deadline)
+    others = [method for method in methods if method.name != name]
     return page_data(f"{job.model.name}: {name}", job, [chosen, *others])
 
 
-def comparison_page(job: Job, time_limit_s: float = TIME_LIMIT_S) -> Json:
-    """The data of all methods, those that can with the layers moved between stages too."""
-    methods = methods_of(job, time_limit_s=time_limit_s)
+def comparison_page(job: Job, time_limit_s: float = TIME_LIMIT_S, deadline: float | None = None) -> Json:
+    """The data of all methods, those that can with the layers moved between stages too, ready by
+    ``deadline``."""
+    methods = methods_of(job, time_limit_s=time_limit_s, deadline=part_of(deadline, 2))
     if job.parallel.pp > 1:
-        methods += methods_of(job, MOVABLE, "search", time_limit_s)
+        methods += methods_of(job, MOVABLE, "search", time_limit_s, deadline)
     data = page_data(f"{job.model.name}: all methods", job, methods)
     fitting = [i for i, method in enumerate(data["methods"]) if method["fits"]]
     shown = min(fitting, key=lambda i: data["methods"][i]["iteration_ns"], default=0)
@@ -89,13 +100,16 @@ def methods_of(
     names: Sequence[str] = METHODS,
     partition: str = "keep",
     time_limit_s: float = TIME_LIMIT_S,
+    deadline: float | None = None,
 ) -> list[Method]:
-    """Methods, planned and simulated; those that do not fit say why."""
+    """Methods, planned and simulated; those that do not fit say why. They share the time until
+    ``deadline``."""
     found = []
-    for name in names:
+    for number, name in enumerate(names):
+        ends = part_of(deadline, len(names) - number)
         suffix = "" if partition == "keep" else f" + {partition}"
         try:
-            plan = plan_job(job, name, partition, time_limit_s=time_limit_s).plan
+            plan = plan_job(job, name, partition, time_limit_s=time_limit_s, deadline=ends).plan
         except InfeasibleError as error:
             found.append(Method(name=name + suffix, reason=str(error), megatron=name in MEGATRON_METHODS))
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_lynx.cli.explain import check_fits, read_plan
@@ -16,6 +17,7 @@ from megatron_lynx.job import Job
 from megatron_lynx.plan import Plan
 from megatron_lynx.search.given import timeline_of
 from megatron_lynx.search.rows import job_facts
+from megatron_lynx.search.workflow import part_of
 from megatron_lynx.simulator import passes as kinds
 from megatron_lynx.simulator.memory import peak
 from megatron_lynx.simulator.timeline import Timeline
@@ -53,14 +55,15 @@ def run(args: argparse.Namespace) -> int:
     job = choices.job
     with progress("planning and simulating"):
         if plan is None:
-            plan = planned_by(choices).plan
+            half = replace(choices, deadline=part_of(choices.deadline, 2 if args.html else 1))
+            plan = planned_by(half).plan
         timeline = timeline_of(job, plan)
     if args.trace:
         write_trace(timeline, job, plan, args.trace)
     if args.html:
         with progress("planning the other methods"):
             name = _name(choices, args.plan, plan)
-            write_page(plan_page(job, name, plan, choices.time_limit_s), args.html)
+            write_page(plan_page(job, name, plan, choices.time_limit_s, choices.deadline), args.html)
     if args.json:
         sys.stdout.write(_json(timeline, job, plan))
         return 0

@@ -168,8 +168,7 @@ class StagePlans:
         For ``opt`` the choice includes what ``heu`` and ``checkmate`` plan, so it is never worse; it
         plans within the windows first, and from there with leave to overrun them. ``heu`` takes what
         ``checkmate`` has planned already, if it has: that costs no solving.
-        ``rounds`` is how often stalls are taken from the plans made for the stalls before; with one
-        round stalls are not filled either.
+        ``rounds``: how often stalls are taken from the plans made for those before; with one none is filled.
 
         Raises:
             InfeasibleError: of the stage that lacks most.

@@ -201,12 +201,15 @@ def _best_modules(bench: StagePlans, partition: str) -> Planned:
     Raises:
         InfeasibleError: none fits; of the one that lacks least.
     """
-    found, errors = [], []
-    for planner in module_sets(kind_of(bench.job.model).recompute_modules):
+    found, errors, whole = [], [], bench.deadline
+    sets = module_sets(kind_of(bench.job.model).recompute_modules)
+    for number, planner in enumerate(sets):
+        bench.end_by(part_of(whole, len(sets) - number))
         try:
             found.append(_plan(bench, planner, partition))
         except InfeasibleError as error:
             errors.append(error)
+    bench.end_by(whole)
     if errors and not found:
         raise min(errors, key=lambda error: error.needed_bytes)
     return min(found, key=lambda planned: planned.iteration_ns)
@@ -252,7 +255,7 @@ def _plan(bench: StagePlans, planner: str, partition: str) -> Planned:
     found, errors = list[Planned](), list[InfeasibleError]()
     whole, different = bench.deadline, list(dict.fromkeys((*splits, given)))
     for number, split in enumerate(different):
-        bench.end_by(_part(whole, len(different) - number))
+        bench.end_by(part_of(whole, len(different) - number))
         try:
             found.append(_assemble(bench, planner, split))
         except InfeasibleError as error:
@@ -264,7 +267,7 @@ def _plan(bench: StagePlans, planner: str, partition: str) -> Planned:
     return min(found, key=lambda planned: planned.iteration_ns)
 
 
-def _part(deadline: float | None, ways: int) -> float | None:
+def part_of(deadline: float | None, ways: int) -> float | None:
     """When the first of so many that share the time should be done."""
     if deadline is None:
         return None
@@ -340,7 +343,7 @@ def compare(
         chosen += [("opt", "keep", name) for name in SWITCHES]
     rows = []
     for number, (method, partition, switch) in enumerate(chosen):
-        benches[switch].end_by(_part(deadline, len(chosen) - number))
+        benches[switch].end_by(part_of(deadline, len(chosen) - number))
         suffix = f" {switch}" if switch else "" if partition == "keep" else f" + {partition}"
         if progress is not None:
             progress(method + suffix)

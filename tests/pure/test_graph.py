@@ -19,7 +19,7 @@ STATS_AND_MASK = ("stats", "causal_mask", "attention_mask", "logsumexp")
 
 def gpt(**fields: Any) -> Model:
     sizes = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "vocab_size": 1024}
-    return Model(**{**sizes, **fields})
+    return Model(**{**sizes, "transformer_impl": "local", **fields})
 
 
 BATCH = Batch(seq_length=64, micro_batch_size=2, global_batch_size=2)

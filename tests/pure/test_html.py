@@ -116,7 +116,10 @@ def test_rows_tell_every_run(vpp: int) -> None:
             assert (run.start_ns, run.ready_ns, run.begin_ns) == (end, end + early, end + early + wait)
             assert run.end_ns == (end := run.begin_ns + body)
             assert min(max(run.arrival_ns, run.start_ns), run.ready_ns) == run.start_ns + hidden
-            assert (run.delivered_ns, run.sent_ns) == (end + delay, end + delay - told["p2p_ns"] * (delay > 0))
+            assert (run.delivered_ns, run.sent_ns) == (
+                end + delay,
+                end + delay - told["p2p_ns"] * (delay > 0),
+            )
 
 
 def test_large_job_makes_a_small_page() -> None:

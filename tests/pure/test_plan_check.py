@@ -16,7 +16,14 @@ from megatron_lynx.spec import Batch, Model, Parallel
 from tests.support.command import lynx
 from tests.support.planted import Fault, planted
 
-MODEL = Model(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=256, attention="unfused")
+MODEL = Model(
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    vocab_size=256,
+    transformer_impl="local",
+    attention="unfused",
+)
 
 
 def job(tp: int = 2, pp: int = 2, vpp: int = 1, layout: str | None = None, sp: bool = False) -> Job:

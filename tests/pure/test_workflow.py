@@ -297,7 +297,7 @@ def test_a_trainer_plans_with_what_it_measured() -> None:
         one.model, one.parallel, one.batch, costs=one.costs, memory_bytes=6 * GIB, planner="heu"
     )
     assert isinstance(plan, Plan)
-    assert plan == plan_job(TIGHT, "heu").plan
+    assert plan == plan_job(replace(TIGHT, cluster=None), "heu").plan
     with pytest.raises(ConfigError, match="--cluster is missing"):
         make_job(one.model, one.parallel, one.batch)
     with pytest.raises(ConfigError, match="--budget is missing"):
