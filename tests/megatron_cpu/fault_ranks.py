@@ -161,7 +161,12 @@ def _touched(options: dict[str, Any]) -> dict[str, Any]:
         before = [_state(m) for m in modules]
         random = (torch.get_rng_state(), dict(get_cuda_rng_tracker().get_states()))
         model = Model(
-            num_layers=small_gpt.LAYERS, hidden_size=32, num_attention_heads=4, vocab_size=64, dtype_bytes=4
+            num_layers=small_gpt.LAYERS,
+            hidden_size=32,
+            num_attention_heads=4,
+            vocab_size=64,
+            dtype_bytes=4,
+            transformer_impl="local",
         )
         parallel = Parallel(tp=2, sequence_parallel=options.get("sequence_parallel", False))
         batch = Batch(seq_length=small_gpt.SEQUENCE, micro_batch_size=2, global_batch_size=8)

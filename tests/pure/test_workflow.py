@@ -13,8 +13,7 @@ import megatron_lynx
 from megatron_lynx.cost import LayerCosts
 from megatron_lynx.errors import ConfigError, InfeasibleError, PlanError
 from megatron_lynx.job import Job, make_job
-from megatron_lynx.layers import kind_of
-from megatron_lynx.layers.local import layer_graph
+from megatron_lynx.layers import kind_of, layer_graph
 from megatron_lynx.plan import Plan, parse_plan, relabel
 from megatron_lynx.planner.baselines import module_sets, modules_of
 from megatron_lynx.presets import load_cluster, load_model
