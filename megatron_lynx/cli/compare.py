@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_lynx.cli.docs import write_comparison
+from megatron_lynx.cli.docs import EACH_S, write_comparison
 from megatron_lynx.cli.html import comparison_page, write_page
 from megatron_lynx.cli.job import add_job_flags, choices_from
 from megatron_lynx.cli.report import compare_table, console, job_line, print_notes, progress, show, verdict
 from megatron_lynx.search.rows import compare_json
 from megatron_lynx.search.workflow import compare, part_of
+from megatron_lynx.units import parse_ns
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, print."""
     if args.docs:
-        write_comparison(args.docs)
+        limit = parse_ns(args.time_limit, "--time-limit") / 1e9 if args.time_limit else EACH_S
+        write_comparison(args.docs, limit)
         return 0
     choices = choices_from(args)
     job = choices.job
