@@ -177,7 +177,7 @@ def test_help_and_version(capsys: Captured) -> None:
 
 def test_the_comparison_document(tmp_path: Path) -> None:
     file = tmp_path / "docs" / "comparison.md"
-    write_comparison(str(file), [Setting("gpt-1.3b", 2, 4, 16)])
+    write_comparison(str(file), settings=[Setting("gpt-1.3b", 2, 4, 16)])
     text = file.read_text("utf-8")
     assert text.count("| gpt-1.3b |") == 2
     for word in ("simulated", "over checkmate", "a100-40g-pcie", "opt + search"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.cli.launch.stand_in import sbatch_lines, slurm_environment, slurm_options, without_writes
-from megatron_lynx.cli.megatron_args import parse_words, read_args
+from megatron_lynx.cli.megatron_args import MegatronArgs, parse_words, read_args
 from megatron_lynx.cli.megatron_flags import COMPANIONS, REFUSED, UNMODELLED, WITHOUT_EFFECT, places
 from megatron_lynx.errors import ConfigError
 from tests.support.command import Captured, lynx
@@ -305,3 +305,98 @@ def test_slurm_sizes() -> None:
     found = slurm_environment(options)
     assert (found["SLURM_NTASKS"], found["SLURM_NNODES"], found["SLURM_GPUS_ON_NODE"]) == ("8", "4", "8")
     assert slurm_environment({}) == {}
+
+
+NEMO = """name: megatron_gpt
+trainer:
+  devices: 8
+  num_nodes: 2
+  precision: bf16-mixed
+  logger: False # by exp_manager
+exp_manager:
+  checkpoint_callback_params:
+    model_parallel_size: ${multiply:${model.tensor_model_parallel_size}, 4}
+model:
+  mcore_gpt: True
+  micro_batch_size: 4
+  global_batch_size: 64
+  tensor_model_parallel_size: 2
+  pipeline_model_parallel_size: 4
+  virtual_pipeline_model_parallel_size: 3
+  encoder_seq_length: 4096
+  max_position_embeddings: ${.encoder_seq_length}
+  num_layers: 24 # a comment
+  hidden_size: 2048
+  ffn_hidden_size: 5504
+  num_attention_heads: 16
+  num_query_groups: 4
+  hidden_dropout: 0.0
+  kv_channels: null
+  normalization: rmsnorm
+  bias: False
+  activation: fast-swiglu
+  position_embedding_type: rope
+  share_embeddings_and_output_weights: False
+  sequence_parallel: True
+  activations_checkpoint_granularity: full
+  activations_checkpoint_method: block
+  activations_checkpoint_num_layers: 2
+  tokenizer:
+    library: megatron
+  optim:
+    name: distributed_fused_adam
+    betas:
+    - 0.9
+    - 0.98
+"""
+
+
+def nemo(tmp_path: Path, text: str = NEMO) -> MegatronArgs:
+    file = tmp_path / "nemo.yaml"
+    file.write_text(text)
+    return read_args(str(file))
+
+
+def test_yaml_of_nemo(tmp_path: Path) -> None:
+    found = nemo(tmp_path)
+    assert found.world_size == 16
+    sizes = {"num_layers": 24, "hidden_size": 2048, "ffn_hidden_size": 5504, "num_query_groups": 4}
+    batch = {"micro_batch_size": 4, "global_batch_size": 64, "seq_length": 4096}
+    more = {"tp": 2, "pp": 4, "vpp": 3, "dtype_bytes": 2, "sequence_parallel": True, "swiglu": True}
+    rest = {
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "untie_embeddings_and_output_weights": True,
+        "use_distributed_optimizer": True,
+        "max_position_embeddings": 4096,
+        "hidden_dropout": 0.0,
+        "transformer_impl": "transformer_engine",
+    }
+    wanted = sizes | batch | more | rest
+    assert {name: found.values.get(name) for name in wanted} == wanted
+    assert found.unknown == ("--mcore-gpt",)
+    assert any("--recompute-num-layers 2" in note for note in found.notes)
+    assert not found.refused
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("ffn_hidden_size: ${multiply:4, ${.hidden_size}}", "ffn_hidden_size: .* is computed by NeMo"),
+        ("activation: fast-geglu", "activation: fast-geglu is not planned; gelu works"),
+        ("normalization: batchnorm", "normalization: batchnorm is not planned; layernorm works"),
+    ],
+)
+def test_what_nemo_says_otherwise_is_refused(line: str, says: str, tmp_path: Path) -> None:
+    name = line.partition(":")[0]
+    changed = "\n".join(
+        f"  {line}" if row.strip().startswith(f"{name}:") else row for row in NEMO.split("\n")
+    )
+    with pytest.raises(ConfigError, match=says):
+        nemo(tmp_path, changed)
+
+
+def test_fp8_of_nemo_is_refused_like_megatrons(tmp_path: Path) -> None:
+    found = nemo(tmp_path, NEMO.replace("mcore_gpt: True", "fp8: True"))
+    assert found.refused[0].startswith("--fp8-format hybrid")

@@ -1,4 +1,4 @@
-"""Megatron's YAML configs as arguments: ``MODEL_ARGS`` of its functional tests, and ``--yaml-cfg``.
+"""YAML configs as arguments: ``MODEL_ARGS`` of Megatron's functional tests, ``--yaml-cfg``, and NeMo's.
 
 A small, strict part of YAML: mappings by indentation, scalars, lists, blocks of text. Anchors and other
 things are refused, never guessed.
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_lynx.cli.launch.nemo import is_nemo, nemo_words
 from megatron_lynx.errors import ConfigError
 
 INVERSE: Mapping[str, str] = {
@@ -46,6 +47,8 @@ def yaml_words(text: str, flag: str) -> list[str]:
     data = _mapping(list(_lines(text, flag)), flag)
     if isinstance(data.get("MODEL_ARGS"), Mapping):
         return [word for key, value in data["MODEL_ARGS"].items() for word in _flag(key, value)]
+    if is_nemo(data):
+        return nemo_words(data, flag)
     return [word for key, value in _leaves(data) for word in _flag(key, value)]
 
 
