@@ -70,7 +70,11 @@ MinJobAge=3600
 SlurmdParameters=config_overrides
 NodeName=node1 NodeAddr=127.0.0.1 NodeHostname=node1 Port=$(free_port) CPUs=$cpus RealMemory=1000 Gres=gpu:$gpus
 NodeName=node2 NodeAddr=127.0.0.1 NodeHostname=node2 Port=$(free_port) CPUs=$cpus RealMemory=1000 Gres=gpu:$gpus
-PartitionName=trial Nodes=node1,node2 Default=YES State=UP MaxTime=INFINITE
+# A job of the second partition takes its nodes from those of the first, which are queued again.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=trial Nodes=node1,node2 Default=YES State=UP MaxTime=INFINITE PriorityTier=1
+PartitionName=urgent Nodes=node1,node2 State=UP MaxTime=INFINITE PriorityTier=2
 CONF
 }
 

@@ -34,6 +34,10 @@ global-batch-size = 8
 """
 TOKENIZER = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
 ITERATIONS = 24
+URGENT = (
+    *("sbatch", "--parsable", "--partition", "urgent", "--nodes", "2", "--exclusive"),
+    *("--wrap", "hostname"),
+)
 
 Losses = dict[int, set[float]]
 
@@ -128,10 +132,11 @@ def test_a_job_goes_on_with_equal_losses_whatever_ends_it(trial: Trial) -> None:
     cluster.wait("requeued", lambda: "requeued" in trial.log("train"))
     stopped = max(trial.losses("train"))
     assert f"saved at iteration {stopped} of {ITERATIONS}" in trial.log("train")
-    # Preemption: SLURM ends it and queues it again.
+    # Preemption: a more urgent job takes the nodes, SLURM ends this one and queues it again.
     trial.past("train", 8)
-    cluster.run("scontrol", "requeue", job)
-    cluster.wait("preempted", lambda: cluster.state(job) != "RUNNING")
+    urgent = cluster.run(*URGENT).strip()
+    assert cluster.finish(urgent) == "COMPLETED"
+    assert cluster.restarts(job) == 2
     # A rank dies in the middle of a step: the job fails, and is started again by hand.
     trial.past("train", 14)
     os.kill(rank_of(trial, "3"), signal.SIGKILL)

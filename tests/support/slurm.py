@@ -82,10 +82,17 @@ class SlurmCluster:
             raise RuntimeError(f"{' '.join(words)}: {done.stderr}{done.stdout}")
         return done.stdout
 
+    def _field(self, job: str, name: str) -> str:
+        words = self.run("scontrol", "--oneliner", "show", "job", job).split()
+        return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
+
     def state(self, job: str) -> str:
         """The state of a job, such as RUNNING."""
-        words = self.run("scontrol", "--oneliner", "show", "job", job).split()
-        return next(word.removeprefix("JobState=") for word in words if word.startswith("JobState="))
+        return self._field(job, "JobState")
+
+    def restarts(self, job: str) -> int:
+        """How often a job was queued again."""
+        return int(self._field(job, "Restarts"))
 
     def wait(self, what: str, done: Callable[[], bool], timeout_s: int = 300) -> None:
         """Wait until ``done()``.
