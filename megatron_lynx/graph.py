@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import pairwise
 
 INPUT = "input"
@@ -229,9 +228,4 @@ class LayerGraph:
 
     def fingerprint(self) -> str:
         """A hash that changes with any region, storage or size."""
-        return _fingerprint(self.regions, self.storages)
-
-
-@lru_cache(maxsize=256)
-def _fingerprint(regions: tuple[Region, ...], storages: tuple[Storage, ...]) -> str:
-    return hashlib.sha256(repr((regions, storages)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((self.regions, self.storages)).encode()).hexdigest()[:16]

@@ -16,71 +16,9 @@ from megatron_lynx.cli import megatron_flags, memory_flags
 from megatron_lynx.cli.launch.sources import Source, from_command, from_file
 from megatron_lynx.cli.launch.stand_in import UNKNOWN
 from megatron_lynx.cli.launch.words import split, world_size
+from megatron_lynx.cli.planned_flags import FLOAT, INT, SWITCH, TEXT
 from megatron_lynx.errors import ConfigError
 
-_INT = {
-    "num-layers": "num_layers",
-    "hidden-size": "hidden_size",
-    "num-attention-heads": "num_attention_heads",
-    "kv-channels": "kv_channels",
-    "ffn-hidden-size": "ffn_hidden_size",
-    "max-position-embeddings": "max_position_embeddings",
-    "vocab-size": "vocab_size",
-    "padded-vocab-size": "vocab_size",
-    "pad-vocab-size-to": "vocab_size",
-    "extra-vocab-size": "extra_vocabulary",
-    "num-query-groups": "num_query_groups",
-    "tensor-model-parallel-size": "tp",
-    "pipeline-model-parallel-size": "pp",
-    "num-virtual-stages-per-pipeline-rank": "vpp",
-    "num-layers-per-virtual-pipeline-stage": "layers_per_virtual_stage",
-    "microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size",
-    "decoder-first-pipeline-num-layers": "first_stage_layers",
-    "decoder-last-pipeline-num-layers": "last_stage_layers",
-    "seq-length": "seq_length",
-    "mtp-num-layers": "mtp_num_layers",
-    "micro-batch-size": "micro_batch_size",
-    "global-batch-size": "global_batch_size",
-    **memory_flags.INT,
-}
-_FLOAT = {
-    "attention-dropout": "attention_dropout",
-    "hidden-dropout": "hidden_dropout",
-    "rotary-percent": "rotary_percent",
-    "activation-func-clamp-value": "activation_func_clamp_value",
-    **memory_flags.FLOAT,
-}
-_TEXT = {
-    "position-embedding-type": "position_embedding_type",
-    "normalization": "normalization",
-    "softmax-type": "softmax_type",
-    "window-size": "window_size",
-    "pipeline-model-parallel-layout": "layout",
-    "recompute-granularity": "recompute_granularity",
-    **memory_flags.TEXT,
-}
-_SWITCH: Mapping[str, tuple[str, Any]] = {
-    "swiglu": ("swiglu", True),
-    "disable-bias-linear": ("add_bias_linear", False),
-    "untie-embeddings-and-output-weights": ("untie_embeddings_and_output_weights", True),
-    "attention-softmax-in-fp32": ("attention_softmax_in_fp32", True),
-    "sequence-parallel": ("sequence_parallel", True),
-    "use-rotary-position-embeddings": ("position_embedding_type", "rope"),
-    "no-bias-gelu-fusion": ("no_gelu_fusion", True),
-    "no-bias-swiglu-fusion": ("no_swiglu_fusion", True),
-    "group-query-attention": ("group_query_attention", True),
-    "bf16": ("dtype_bytes", 2),
-    "fp16": ("dtype_bytes", 2),
-    "squared-relu": ("squared_relu", True),
-    "quick-geglu": ("quick_geglu", True),
-    "qk-layernorm": ("qk_layernorm", True),
-    "attention-output-gate": ("attention_output_gate", True),
-    "use-te-activation-func": ("use_te_activation_func", True),
-    "no-rope-fusion": ("apply_rope_fusion", False),
-    "account-for-embedding-in-pipeline-split": ("embedding_counts", True),
-    "account-for-loss-in-pipeline-split": ("loss_counts", True),
-    **memory_flags.SWITCH,
-}
 _RECOMPUTE = (
     *("recompute-method", "recompute-num-layers", "recompute-modules", "recompute-activations"),
     *("checkpoint-activations", "activations-checkpoint-method"),
@@ -94,7 +32,7 @@ _READ = frozenset(
 )
 """Flags that are read beside others."""
 
-PLANNED = frozenset({*_INT, *_FLOAT, *_TEXT, *_SWITCH, *_READ})
+PLANNED = frozenset({*INT, *FLOAT, *TEXT, *SWITCH, *_READ})
 """Every flag that becomes a field of the job, or is one of the methods that are compared."""
 
 _OTHERS = re.compile(r"bert|t5|_vi(t|sion)|dino|_ict|retro|vlm|mimo|multimodal|mamba|hybrid|biencoder")
@@ -213,14 +151,14 @@ def parse_words(
         del flags[name]
     found.left_out = tuple(f"--{name}" for name in dropped if name in megatron_flags.REFUSED)
     for name, given in flags.items():
-        if name in _INT:
-            values[_INT[name]] = _one(name, given, int, "24", unset)
-        elif name in _FLOAT:
-            values[_FLOAT[name]] = _one(name, given, float, "0.1", unset)
-        elif name in _TEXT:
-            values[_TEXT[name]] = _one(name, given, str, "rope", unset)
-        elif name in _SWITCH:
-            key, value = _SWITCH[name]
+        if name in INT:
+            values[INT[name]] = _one(name, given, int, "24", unset)
+        elif name in FLOAT:
+            values[FLOAT[name]] = _one(name, given, float, "0.1", unset)
+        elif name in TEXT:
+            values[TEXT[name]] = _one(name, given, str, "rope", unset)
+        elif name in SWITCH:
+            key, value = SWITCH[name]
             values[key] = value
         elif name not in _READ:
             _sort(name, given, flags, found, set(dropped))

@@ -11,33 +11,6 @@ from typing import Any
 
 from megatron_lynx.spec import Optimizer
 
-INT = {"num-distributed-optimizer-instances": "num_distributed_optimizer_instances"}
-FLOAT = {"optimizer-offload-fraction": "optimizer_offload_fraction"}
-TEXT = {
-    "transformer-impl": "transformer_impl",
-    "attention-backend": "attention_backend",
-    "cross-entropy-fusion-impl": "cross_entropy_fusion_impl",
-    "main-grads-dtype": "main_grads_dtype",
-    "main-params-dtype": "main_params_dtype",
-    "exp-avg-dtype": "exp_avg_dtype",
-    "exp-avg-sq-dtype": "exp_avg_sq_dtype",
-}
-SWITCH: Mapping[str, tuple[str, Any]] = {
-    "use-distributed-optimizer": ("use_distributed_optimizer", True),
-    "use-precision-aware-optimizer": ("use_precision_aware_optimizer", True),
-    "accumulate-allreduce-grads-in-fp32": ("accumulate_allreduce_grads_in_fp32", True),
-    "grad-reduce-in-bf16": ("grad_reduce_in_bf16", True),
-    "no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
-    "overlap-grad-reduce": ("overlap_grad_reduce", True),
-    "overlap-param-gather": ("overlap_param_gather", True),
-    "optimizer-cpu-offload": ("optimizer_cpu_offload", True),
-    "apply-query-key-layer-scaling": ("attention_softmax_in_fp32", True),
-    "no-masked-softmax-fusion": ("masked_softmax_fusion", False),
-    "no-create-attention-mask-in-dataloader": ("mask_from_data", False),
-    "cross-entropy-loss-fusion": ("cross_entropy_loss_fusion", True),
-    "use-flash-attn": ("attention_backend", "flash"),
-}
-
 
 def complete(values: dict[str, Any]) -> None:
     """Fill in what these flags imply."""

@@ -44,8 +44,7 @@ def kind_of(model: Model) -> LayerKind:
 def layer_graph(model: Model, parallel: Parallel, batch: Batch) -> LayerGraph:
     """Regions and storages of one layer on one tensor-parallel rank, for one microbatch."""
     own = replace(parallel, pp=1, vpp=1, dp=1, microbatch_group_size=None)
-    one = replace(batch, global_batch_size=batch.micro_batch_size)
-    return _graph(model, own, one)
+    return _graph(model, own, replace(batch, global_batch_size=batch.micro_batch_size))
 
 
 @lru_cache(maxsize=256)

@@ -84,7 +84,8 @@ class Costs:
         """The costs of a configuration, and ``estimated``, ``measured`` or ``extended``."""
         shape = shape_of(config)
         if shape not in self._tables:
-            self._tables[shape] = self._make(shape, self._estimate(shape, config))
+            table, source = self._make(shape, self._estimate(shape, config))
+            self._tables[shape] = replace(table, graph=""), source  # its shape is known to fit
         return self._tables[shape]
 
     def _make(self, shape: Shape, estimate: CostTable) -> tuple[CostTable, str]:

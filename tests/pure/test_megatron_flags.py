@@ -384,8 +384,8 @@ def test_yaml_of_nemo(tmp_path: Path) -> None:
     ("line", "says"),
     [
         ("ffn_hidden_size: ${multiply:4, ${.hidden_size}}", "ffn_hidden_size: .* is computed by NeMo"),
-        ("activation: fast-geglu", "activation: fast-geglu is not planned; gelu works"),
-        ("normalization: batchnorm", "normalization: batchnorm is not planned; layernorm works"),
+        ("activation: fast-geglu", "model.activation: fast-geglu is not planned; gelu works"),
+        ("normalization: batchnorm", "model.normalization: batchnorm is not planned; layernorm works"),
     ],
 )
 def test_what_nemo_says_otherwise_is_refused(line: str, says: str, tmp_path: Path) -> None:

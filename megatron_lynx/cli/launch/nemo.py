@@ -50,9 +50,16 @@ NORMS: Mapping[str, tuple[str, ...]] = {
     "layernorm1p": ("--apply-layernorm-1p",),
     "rmsnorm": ("--normalization", "RMSNorm"),
 }
-PRECISIONS: Mapping[str, str] = {"bf16": "--bf16", "16": "--fp16", "32": ""}
+PRECISIONS: Mapping[str, tuple[str, ...]] = {"bf16": ("--bf16",), "16": ("--fp16",), "32": ()}
 
-_HARMLESS = frozenset({"megatron_amp_O2", "hidden_act", "precision", "name", "restore_from_path", "seed"})
+CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "model.activation": ACTIVATIONS,
+    "model.normalization": NORMS,
+    "trainer.precision": PRECISIONS,
+}
+"""Fields with names for values: the words for each."""
+
+_HARMLESS = frozenset({"megatron_amp_O2", "hidden_act", "name", "restore_from_path", "seed"})
 """Settings of NeMo itself that change no plan."""
 
 _OTHER = re.compile(r"\$\{(?:\.|model\.)(\w+)\}")
@@ -74,7 +81,7 @@ def nemo_words(data: Mapping[str, Any], flag: str) -> list[str]:
     words = ["torchrun"]
     for name, said in (("num_nodes", "--nnodes"), ("devices", "--nproc-per-node")):
         words += [said, str(trainer[name])] if trainer.get(name) is not None else []
-    words += ["pretrain_gpt.py", *_chosen("precision", trainer.get("precision"), flag)]
+    words += ["pretrain_gpt.py", *_chosen("trainer.precision", trainer.get("precision"), flag)]
     for name, value in model.items():
         words += _words(name, _value(name, value, model, flag), flag)
     optimizer = data["model"].get("optim") or {}
@@ -99,8 +106,8 @@ def _words(name: str, value: Any, flag: str) -> list[str]:
     if name in SWITCHES:
         when, said = SWITCHES[name]
         return list(said) if value is when else []
-    if name in ("activation", "normalization"):
-        return _chosen(name, value, flag)
+    if f"model.{name}" in CHOICES:
+        return _chosen(f"model.{name}", value, flag)
     if value is None or value is False or name in _HARMLESS:
         return []
     said_as = f"--{RENAMED.get(name, name.replace('_', '-'))}"
@@ -114,13 +121,7 @@ def _chosen(name: str, value: Any, flag: str) -> list[str]:
     if value is None:
         return []
     text = str(value).removesuffix("-mixed").removesuffix("-true")
-    tables: Mapping[str, Mapping[str, Any]] = {
-        "activation": ACTIVATIONS,
-        "normalization": NORMS,
-        "precision": PRECISIONS,
-    }
-    table = tables[name]
+    table = CHOICES[name]
     if text not in table:
         raise ConfigError(f"{flag}: {name}: {value} is not planned; {next(iter(table))} works")
-    said = table[text]
-    return [said] if isinstance(said, str) and said else list(said)
+    return list(table[text])
