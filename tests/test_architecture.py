@@ -212,6 +212,8 @@ def regions_named(path: Path) -> set[str]:
     names = {name for kind in KINDS.values() for name in kind.names}
     found = set()
     for text in strings(ast.parse(path.read_text("utf-8"))):
+        if text.startswith("model."):  # a key of a configuration file
+            continue
         for name in names:
             form = rf"\b{name}\b" if "_" in name else rf"(^|[.:]){name}($|[.:=])"
             if re.search(form, text):
