@@ -59,8 +59,8 @@ def assumptions() -> str:
                 "against it.",
             ),
             bullets(
-                "Models: `configs/models/gpt-*.toml`, shapes of that size, of Megatron's own layers, which the "
-                "Megatron of that time had with either attention. Those of 1.3B to 7B are common in "
+                "Models: `configs/models/gpt-*.toml`, shapes of that size, of Megatron's own layers, which "
+                "the Megatron of that time had with either attention. Those of 1.3B to 7B are common in "
                 "public GPT suites; 23B is arithmetic only.",
                 f"{TP * PP} GPUs with 40 GB: tensor parallel {TP} inside a node, {PP} pipeline stages, no "
                 f"sequence parallelism, sequence {SEQUENCE}, {PER_STAGE} microbatches for every stage, 1F1B; "

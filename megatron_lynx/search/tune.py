@@ -194,10 +194,11 @@ class _Search:
             yield self._task(config, planners, "keep", exact=False)
 
     def _open(self, side: str, done: set[Config]) -> list[Config]:
-        """Configurations that might beat the best of a side and are not done: those found first, then by
-        floor."""
-        best = self.tuned.rank_ns(side, 1)
-        found = {one.config: one.iteration_ns for one in self.tuned.found[side]}
+        """Configurations that might beat the best of a side and are not done: those that were fast on
+        either side first, then by floor."""
+        best, found = self.tuned.rank_ns(side, 1), dict[Config, int]()
+        for one in (one for known in self.tuned.found.values() for one in known):
+            found[one.config] = min(one.iteration_ns, found.get(one.config, one.iteration_ns))
         floors = self.floors[side]
         left = [c for c, floor in floors.items() if floor < best and c not in done]
         return sorted(left, key=lambda c: (found.get(c, 1 << 62), floors[c], c))

@@ -9,41 +9,34 @@ from megatron.training import arguments
 
 from megatron_lynx.cli.tune import launch_of
 from megatron_lynx.integration.arguments import with_lynx_arguments
+from megatron_lynx.integration.cpu.backend import cpu_backend
 from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.search.found import WITH, WITHOUT, Found
 from megatron_lynx.search.space import Question
 from megatron_lynx.search.tune import Limits, tune
 
-PROBLEMS = {
-    "gpt-1.3b": Question(
-        model=load_model("gpt-1.3b"),
-        cluster=load_cluster("a100-40g-pcie"),
-        devices=8,
-        seq_length=2048,
-        global_batch_size=32,
-        fixed={"tp": 2},
-    ),
-    "llama-7b": Question(
-        model=load_model("llama-7b"),
-        cluster=load_cluster("a100-40g-nvlink"),
-        devices=8,
+
+def ask(model: str, cluster: str, devices: int, gib: int, **fixed: int) -> Question:
+    """A question with few layers and few sizes that are free, so that it is answered fast."""
+    return Question(
+        model=load_model(model, num_layers=8),
+        cluster=load_cluster(cluster),
+        devices=devices,
         seq_length=2048,
         global_batch_size=16,
-        fixed={"dp": 1, "pp": 2},
-        memory_bytes=30 << 30,
-    ),
-    "gpt-7b": Question(
-        model=load_model("gpt-7b"),
-        cluster=load_cluster("a100-40g-nvlink"),
-        devices=16,
-        seq_length=2048,
-        global_batch_size=32,
-        fixed={"tp": 4, "pp": 2},
-    ),
+        memory_bytes=gib << 30,
+        fixed=fixed,
+    )
+
+
+PROBLEMS = {
+    "gpt-1.3b": ask("gpt-1.3b", "a100-40g-pcie", 8, 5, tp=2, micro_batch_size=4),
+    "llama-7b": ask("llama-7b", "a100-40g-nvlink", 8, 8, dp=1, pp=4),
+    "gpt-7b": ask("gpt-7b", "a100-40g-nvlink", 16, 7, tp=4, micro_batch_size=2),
 }
 DATA = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50000", "--train-iters", "1")
 OWN = ("--lr", "1e-4")
-LIMITS = Limits(top=10, quick=True, time_limit_s=600)
+LIMITS = Limits(top=10, time_limit_s=600)
 
 
 def check_entry(monkeypatch: pytest.MonkeyPatch, question: Question, entry: Found) -> None:
@@ -57,7 +50,8 @@ def check_entry(monkeypatch: pytest.MonkeyPatch, question: Question, entry: Foun
     monkeypatch.setenv("WORLD_SIZE", str(question.devices))
     args = arguments.parse_args(with_lynx_arguments(None))
     assert args.world_size == question.devices
-    arguments.validate_args(args)
+    with cpu_backend():
+        arguments.validate_args(args)
     config = entry.config
     assert args.data_parallel_size == config.dp
     assert args.micro_batch_size == config.micro_batch_size
