@@ -21,8 +21,8 @@ from megatron_lynx.search.workflow import TIME_LIMIT_S, Planned, plan_job
 from megatron_lynx.spec import Batch, Parallel
 
 SCHEMA = 1
-MODELS = ("gpt-1.3b", "gpt-7b", "gpt-13b")
-"""Three of the paper's seven sizes: what is planned in the time that a command should take."""
+MODELS = ("gpt-1.3b", "gpt-7b", "gpt-13b", "gpt-4.7b", "gpt-2.7b", "gpt-20b", "gpt-23b")
+"""The paper's sizes."""
 CLUSTERS = ("a100-40g-nvlink", "a100-40g-pcie")
 ATTENTION: tuple[Literal["flash", "unfused"], ...] = ("flash", "unfused")
 SEQUENCE, TP, PP = 2048, 4, 4
