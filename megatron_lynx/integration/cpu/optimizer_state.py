@@ -1,8 +1,9 @@
 """What the distributed optimizer lacks without Transformer Engine and Apex: loading a checkpoint.
 
 Megatron then runs on torch's AdamW, whose state exists only after a first step. Before it
-``DistributedOptimizer.state_dict``, which loading calls, finds no ``step`` and fails an assertion; and
-after loading, all parameters would share one ``step`` tensor, which AdamW counts up in place.
+``DistributedOptimizer.state_dict``, which loading calls, finds no ``step`` and fails an assertion; while
+loading, it asks a checkpoint for each parameter's ``step``, which is saved once, and writes into parameters
+that autograd watches; and after loading, all would share one ``step`` tensor, which AdamW counts up in place.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def loadable_optimizer_state() -> Iterator[None]:
         return
     cls = distrib_optimizer.DistributedOptimizer
     state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
+    set_states = cls._set_main_param_and_optimizer_states
 
     def with_state(self: Any) -> Any:
         if not self.optimizer.state:
@@ -43,11 +45,19 @@ def loadable_optimizer_state() -> Iterator[None]:
             one["step"] = one["step"].clone()
         return result
 
+    @torch.no_grad()
+    def with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[parameter]
+        own = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        set_states(self, parameter, {"step": own["step"], **tensors})
+
     cls.state_dict, cls.load_state_dict = with_state, with_own_steps
+    cls._set_main_param_and_optimizer_states = with_step
     try:
         yield
     finally:
         cls.state_dict, cls.load_state_dict = state_dict, load_state_dict
+        cls._set_main_param_and_optimizer_states = set_states
 
 
 def _fill(optimizer: torch.optim.Optimizer) -> None:
