@@ -91,9 +91,13 @@ def balanced(memory_bytes: int, **sizes: int) -> Job:
     """Stages of equal layers alone: no embedding, no output layer, no time on the pipeline link."""
     given = {"tp": 1, "pp": 2, "vpp": 1, "microbatches": 4, **sizes}
     parallel = Parallel(tp=given["tp"], pp=given["pp"], vpp=given["vpp"])
-    model = load_model(
-        "gpt-1.3b", num_layers=8, hidden_size=512, num_attention_heads=8, vocab_size=1024, attention="unfused"
-    )
+    small: dict[str, Any] = {
+        "num_layers": 8,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "vocab_size": 1024,
+    }
+    model = load_model("gpt-1.3b", **small, attention="unfused", transformer_impl="local")
     batch = Batch(seq_length=512, micro_batch_size=1, global_batch_size=given["microbatches"])
     bare: dict[str, Any] = dict.fromkeys(
         (
