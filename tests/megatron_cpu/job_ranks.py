@@ -52,8 +52,6 @@ def run_jobs(rank: int, world_size: int, payload: list[TrainingJob]) -> list[str
     text, or the signal that ended it."""
     import torch
 
-    torch.distributed.destroy_process_group()  # its threads would not be there in a process forked from here
-    faulthandler.cancel_dump_traceback_later()  # a thread, too
     _prepared()
     found = [
         _in_a_process(rank, job.folder, partial(_train, rank, job)) if job.runs_on(rank) else ""
@@ -66,12 +64,17 @@ def run_jobs(rank: int, world_size: int, payload: list[TrainingJob]) -> list[str
 
 def _prepared() -> None:
     """What takes seconds and every job would do anew: imports; reading Megatron's source for the help of its
-    flags; a process that imports torch to hand the names of written files on to the one that wrote them."""
+    flags; a process that imports torch to hand the names of written files on to the one that wrote them. And
+    an end to the launcher's threads, which would not be there in a process that is forked."""
+    import torch
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import arguments, checkpointing, training  # noqa: F401
 
     from megatron_lynx.integration import pretrain, recorder, trainer  # noqa: F401
 
+    torch.distributed.barrier()  # all are connected: none is left by a peer while it still connects
+    torch.distributed.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
     filesystem_async._results_queue = queue.Queue()
     inspect.getsource = functools.cache(inspect.getsource)
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -164,8 +167,6 @@ def run_scripts(rank: int, world_size: int, payload: list[ScriptRun]) -> list[st
     """Run every script on all ranks; returns how each ended on this rank, as ``run_jobs`` does."""
     import torch
 
-    torch.distributed.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()
     _prepared()
     found = [_in_a_process(rank, run.folder, partial(_script, rank, world_size, run)) for run in payload]
     meet = f"file://{payload[0].folder.parent / 'met'}"
