@@ -11,6 +11,7 @@ import pytest
 from megatron_lynx.cli.docs import SETTINGS, Setting, job_of
 from megatron_lynx.cli.main import main
 from megatron_lynx.errors import ConfigError, InfeasibleError
+from megatron_lynx.estimate import estimate_costs
 from megatron_lynx.plan import parse_plan
 from megatron_lynx.presets import load_cluster
 from megatron_lynx.search.extend import Costs
@@ -180,7 +181,7 @@ def test_costs_are_measured_where_they_were_and_extended_elsewhere() -> None:
     question = ask()
     configs = configurations(question)
     config = next(one for one in configs if one.tp == 2 and one.pp == 1)
-    table = Costs(question).of(config)[0]
+    table = estimate_costs(question.model, config.parallel, question.batch(config), question.cluster)
     for pace in (1, 2):
         slow = table.layer.at_pace(pace, pace)
         measured = Question(
