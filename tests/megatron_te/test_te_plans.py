@@ -53,7 +53,7 @@ MODELS: dict[int, list[dict[str, Any]]] = {
         {**LLAMA, **SP, "pp": 2, "vpp": 2},
     ],
 }
-RANDOM_PLANS = {1: 10, 2: 6, 4: 6}
+RANDOM_PLANS = {1: 8, 2: 5, 4: 6}
 
 
 def plans_for(model: dict[str, Any], count: int) -> list[str | Assignment]:
