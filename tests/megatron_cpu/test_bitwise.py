@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.layers.local import backward_slots, forward_slots
 from tests.megatron_cpu.lynx_ranks import EVERYTHING, Assignment, Case, Outcome, parallel_of
 from tests.support.launch import run_ranks
 from tests.support.small_gpt import LAYERS
+from tests.support.strategies import drawn_for_layers
 
 SOME_LAYERS: Assignment = {0: dict.fromkeys(EVERYTHING, "fwd:2:linear_fc2"), 2: {"activation": "demand"}}
 """Layers that keep everything stand between others, and open windows for them."""
@@ -91,17 +91,10 @@ def drawn_plans(model: dict[str, Any], count: int) -> list[Assignment]:
     No order is respected: a region's inputs may come later, in another window, or never. What a
     window cannot do is left to the rebuild on demand, and the result must not change.
     """
-    drawn: list[Assignment] = []
     choice = st.sampled_from(choices_of(model))
     layer = st.fixed_dictionaries(dict.fromkeys(EVERYTHING, choice))
 
-    @settings(max_examples=4 * count, database=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(st.fixed_dictionaries(dict.fromkeys(range(LAYERS), layer)))
-    def draw(plan: Assignment) -> None:
-        drawn.append(plan)
-
-    draw()
-    return drawn[-count:]
+    return drawn_for_layers(layer, LAYERS, count)
 
 
 def drawn_beginnings(count: int) -> list[Assignment]:
@@ -111,17 +104,13 @@ def drawn_beginnings(count: int) -> list[Assignment]:
     later = st.fixed_dictionaries(dict.fromkeys(EVERYTHING, st.sampled_from(["keep", "demand"])))
     layer = st.tuples(st.integers(0, len(EVERYTHING)), later, st.booleans())
 
-    @settings(max_examples=4 * count, database=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(st.fixed_dictionaries(dict.fromkeys(range(LAYERS), layer)))
-    def draw(plan: dict[int, tuple[int, dict[str, str], bool]]) -> None:
+    for plan in drawn_for_layers(layer, LAYERS, count):
         made: Assignment = {}
         for index, (length, rest, with_input) in plan.items():
             above = {"input": "demand"} if with_input and index % 2 else {}
             made[index] = {**above, **rest, **dict.fromkeys(EVERYTHING[:length], "demand")}
         drawn.append(made)
-
-    draw()
-    return drawn[-count:]
+    return drawn
 
 
 def cases(world_size: int) -> list[Case]:

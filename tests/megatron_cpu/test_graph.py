@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.graph import LayerGraph
@@ -16,6 +15,7 @@ from tests.megatron_cpu.lynx_ranks import EVERYTHING, Assignment
 from tests.megatron_cpu.test_bitwise import LLAMA, SWIGLU
 from tests.support.launch import run_ranks
 from tests.support.small_gpt import LAYERS
+from tests.support.strategies import drawn_for_layers
 
 FUSED = {"bias_activation_fusion": True}
 BF16 = {"bf16": True}
@@ -98,16 +98,9 @@ def test_regions_and_storages_are_in_bijection(world_size: int) -> None:
 
 def drop_sets(count: int) -> list[Assignment]:
     """Random sets of regions to drop, one per layer."""
-    drawn: list[Assignment] = []
     layer = st.fixed_dictionaries({region: st.sampled_from(("keep", "demand")) for region in EVERYTHING})
 
-    @settings(max_examples=4 * count, database=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(st.fixed_dictionaries(dict.fromkeys(range(LAYERS), layer)))
-    def draw(plan: Assignment) -> None:
-        drawn.append(plan)
-
-    draw()
-    return drawn[-count:]
+    return drawn_for_layers(layer, LAYERS, count)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.megatron_cpu.lynx_ranks import Assignment, Case, parallel_of
@@ -15,6 +14,7 @@ from tests.megatron_cpu.test_bitwise import check_outcomes
 from tests.support.kinds.toy import KIND, toy_spec
 from tests.support.launch import run_ranks
 from tests.support.small_gpt import LAYERS
+from tests.support.strategies import drawn_for_layers
 
 DROPPABLE = ("norm", "linear", "dropout", "residual")
 MODELS: list[dict[str, Any]] = [
@@ -32,15 +32,8 @@ def random_plans(model: dict[str, Any], count: int) -> list[Assignment]:
     ]
     choices = st.sampled_from(["keep", "demand", "demand", "stall", "head", *windows])
     layer = st.fixed_dictionaries(dict.fromkeys(DROPPABLE, choices))
-    drawn: list[Assignment] = []
 
-    @settings(max_examples=4 * count, database=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(st.fixed_dictionaries(dict.fromkeys(range(LAYERS), layer)))
-    def draw(plan: Assignment) -> None:
-        drawn.append(plan)
-
-    draw()
-    return drawn[-count:]
+    return drawn_for_layers(layer, LAYERS, count)
 
 
 def test_trains_bit_for_bit_under_random_plans() -> None:

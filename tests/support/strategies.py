@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
-from hypothesis import assume
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.cost import LayerCosts
@@ -13,6 +14,7 @@ from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.schedule import Turn
 from tests.support import brute_force
 
+T = TypeVar("T")
 TOO_LONG_NS = 1000
 """Longer than any window that is drawn."""
 
@@ -119,3 +121,17 @@ def _limited(problem: StageProblem, most_plans: int) -> StageProblem:
         times[name] = TOO_LONG_NS
         problem = replace(problem, costs=replace(problem.costs, forward_ns=times))
     return problem
+
+
+def drawn_for_layers(layer: st.SearchStrategy[T], layers: int, count: int) -> list[dict[int, T]]:
+    """``count`` examples of a ``layer`` for each of ``layers``, the last that Hypothesis draws: the first are
+    its simplest."""
+    drawn: list[dict[int, T]] = []
+
+    @settings(max_examples=4 * count, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.fixed_dictionaries(dict.fromkeys(range(layers), layer)))
+    def draw(example: dict[int, T]) -> None:
+        drawn.append(example)
+
+    draw()
+    return drawn[-count:]
