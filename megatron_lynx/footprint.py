@@ -22,6 +22,7 @@ from megatron_lynx.graph import LayerGraph
 from megatron_lynx.hardware import Cluster
 from megatron_lynx.layers import kind_of
 from megatron_lynx.layers.kind import LayerKind
+from megatron_lynx.layers.storages import rows_of
 from megatron_lynx.spec import Batch, Model, Optimizer, Parallel
 from megatron_lynx.units import MIB
 
@@ -197,15 +198,9 @@ def _step_bytes(model: Model, optimizer: Optimizer, shard: int) -> int:
     return FP32 * shard if copied else 0
 
 
-def _rows(parallel: Parallel, batch: Batch) -> int:
-    """Tokens of one microbatch that a rank holds outside of the linears."""
-    tokens = parallel.tokens(batch)
-    return tokens // parallel.tp if parallel.sequence_parallel else tokens
-
-
 def _embedded_bytes(model: Model, parallel: Parallel, batch: Batch) -> int:
     """Token and position indices and the mask of the embedding's dropout."""
-    rows = _rows(parallel, batch)
+    rows = rows_of(parallel, batch)
     mask = rows * model.hidden_size * model.mask_bytes if model.hidden_dropout else 0
     return mask + 2 * INDEX * parallel.tokens(batch)
 
@@ -227,7 +222,7 @@ def head_bytes(model: Model, parallel: Parallel, batch: Batch) -> int:
     """
     e, tokens = model.dtype_bytes, parallel.tokens(batch)
     vocabulary = padded_vocabulary(model, parallel) // parallel.tp
-    hidden = _rows(parallel, batch) * model.hidden_size * e
+    hidden = rows_of(parallel, batch) * model.hidden_size * e
     whole = tokens * model.hidden_size * e
     mask = batch.micro_batch_size * batch.seq_length**2 if model.mask_from_data else 0
     loss = tokens * vocabulary * _loss_bytes(model) + mask + 4 * INDEX * tokens
@@ -243,7 +238,7 @@ def _prediction_bytes(model: Model, parallel: Parallel, batch: Batch) -> int:
     """What one layer of multi-token prediction keeps (``multi_token_prediction.py``): all that a layer does,
     its input twice more (the embedded token and what is projected, two rows wide), its output before and
     after its norm, the mask of the embedding's dropout, and what its loss saves of the logits."""
-    rows = _rows(parallel, batch)
+    rows = rows_of(parallel, batch)
     tokens, vocabulary = parallel.tokens(batch), padded_vocabulary(model, parallel)
     te = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "te"
     logits = tokens * vocabulary // parallel.tp * (model.dtype_bytes if te else FP32)
@@ -280,7 +275,7 @@ def _buffers_bytes(
     if te and optimizer.gradient_accumulation_fusion:
         size += e * _each_shape_once(model, parallel.tp)
     if parallel.pp > 1:
-        size += _rows(parallel, batch) * model.hidden_size * e * (2 if ends else 4)
+        size += rows_of(parallel, batch) * model.hidden_size * e * (2 if ends else 4)
     return size
 
 

@@ -200,6 +200,10 @@ class LayerGraph:
             if s.saved_by or any(reader in gone for reader in self.readers(s.name))
         )
 
+    def kept_by_region(self) -> dict[str, int]:
+        """Bytes that one layer holds per microbatch if nothing is dropped, by the region that makes them."""
+        return {n: sum(s.size_bytes for s in self.produced_by(n) if s.saved_by) for n in self.names}
+
     def keeping(self, kept_bytes: Mapping[str, int]) -> LayerGraph:
         """The graph with other sizes: what backwards read of a region in ``kept_bytes`` is so large in all.
 

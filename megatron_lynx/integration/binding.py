@@ -46,6 +46,11 @@ def transformer_layers(chunks: Sequence[Any]) -> list[list[Any]]:
     ]
 
 
+def layers_of(chunks: Sequence[Any]) -> list[Any]:
+    """The decoder layers of all model chunks, in order."""
+    return [layer for layers in transformer_layers(chunks) for layer in layers]
+
+
 def layer_index(layer: Any) -> int:
     """The global index of a layer, from 0."""
     return int(layer.layer_number) - 1
@@ -111,7 +116,7 @@ def bind(chunks: Sequence[Any], executor: Executor) -> Undo:
             f"has {owned}; pass --pipeline-model-parallel-layout as the plan's second line says"
         )
     undos: list[Undo] = []
-    for layer in (layer for layers in transformer_layers(chunks) for layer in layers):
+    for layer in layers_of(chunks):
         index, kind = layer_index(layer), kind_of_layer(layer)
         if not executor.watches(index):
             continue
@@ -126,9 +131,7 @@ def bind(chunks: Sequence[Any], executor: Executor) -> Undo:
                 call = QuietCall(module.forward, inside, [module], without_ranges)
                 executor.sites[index][part.name] = call
         if program.span is not None:
-            parents = [
-                layer.get_submodule(path) for path in {p.parent for p in kind.parts if isinstance(p, Glue)}
-            ]
+            parents = [layer.get_submodule(path) for path in kind.glue_parents()]
             call = QuietCall(layer.forward, list(layer.modules())[1:], [layer, *parents], without_ranges)
             executor.sites[index][program.span.step.name] = call
         missing = {name for name, there in unknown_parts(layer, kind).items() if not there}
@@ -140,10 +143,9 @@ def bind(chunks: Sequence[Any], executor: Executor) -> Undo:
 def bind_everything(chunks: Sequence[Any], watcher: Watcher) -> Undo:
     """Wrap every part of every layer, for whoever measures; returns what takes the wraps off."""
     undos: list[Undo] = []
-    for layer in (layer for layers in transformer_layers(chunks) for layer in layers):
+    for layer in layers_of(chunks):
         kind = kind_of_layer(layer)
-        parents = {part.parent for part in kind.parts if isinstance(part, Glue)}
-        undos += wrap_layer(layer, kind, watcher, {*kind.names, *parents})
+        undos += wrap_layer(layer, kind, watcher, {*kind.names, *kind.glue_parents()})
     return _all(undos)
 
 
@@ -165,7 +167,7 @@ def wrap_layer(layer: Any, kind: LayerKind, watcher: Watcher, wanted: set[str]) 
         return watcher.run_layer(index, forward, args, kwargs)
 
     undos = [_set(layer, "forward", run)]
-    for path in sorted({p.parent for p in kind.parts if isinstance(p, Glue)} & wanted):
+    for path in sorted(kind.glue_parents() & wanted):
         module = layer.get_submodule(path)
         undos.append(_set(module, "forward", _parent(path, module.forward, watcher)))
     for part in kind.parts:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.integration.agree import gathered
-from megatron_lynx.integration.binding import kind_of_layer, layer_index, transformer_layers, unknown_parts
+from megatron_lynx.integration.binding import kind_of_layer, layer_index, layers_of, unknown_parts
 from megatron_lynx.layers.kind import Glue, LayerKind, Submodule
 from megatron_lynx.plan import StagePlan
 
@@ -58,8 +58,7 @@ def strangers(layer: Any, kind: LayerKind) -> Iterator[tuple[str, str]]:
 
 def fixed_parts(chunks: Sequence[Any]) -> frozenset[str]:
     """Parts that no layer of the model can run again, which planners leave alone; every rank must call it."""
-    layers = [layer for chunk in transformer_layers(chunks) for layer in chunk]
-    own = [frozenset(name for name, _ in strangers(layer, kind_of_layer(layer))) for layer in layers]
+    own = [frozenset(name for name, _ in strangers(one, kind_of_layer(one))) for one in layers_of(chunks)]
     found = [one for rank in gathered(own) for one in rank]
     return frozenset.intersection(*found) if found else frozenset()
 
@@ -67,7 +66,7 @@ def fixed_parts(chunks: Sequence[Any]) -> frozenset[str]:
 def plan_for(plan: StagePlan, chunks: Sequence[Any]) -> StagePlan:
     """``plan`` with every part kept that cannot be run again; says once what that is."""
     unknown: dict[int, dict[str, str]] = {}
-    for layer in (layer for layers in transformer_layers(chunks) for layer in layers):
+    for layer in layers_of(chunks):
         unknown[layer_index(layer)] = dict(strangers(layer, kind_of_layer(layer)))
     layers, beyond = [], set[str]()
     for one in plan.layers:

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.graph import LayerGraph
-from megatron_lynx.integration.binding import bind, kind_of_layer, layer_index, slots_of, transformer_layers
+from megatron_lynx.integration.binding import bind, kind_of_layer, layer_index, layers_of, slots_of
 from megatron_lynx.integration.checks import plan_for, strangers
 from megatron_lynx.integration.windows import Hooks, in_step
 from megatron_lynx.plan import StagePlan
@@ -58,10 +58,6 @@ class Session:
         self._parallel = parallel
         self.executor = _executor(plan_for(plan, chunks), parallel, chunks, graph, count_kept)
         self._unbind = bind(chunks, self.executor)
-        self.executor.own_slots = {
-            layer_index(layer): slots_of(layer, parallel)
-            for layer in (layer for layers in transformer_layers(chunks) for layer in layers)
-        }
         hooks.executor = hooks.watcher = self.executor
 
     def wrap_schedule(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,7 +88,7 @@ def _executor(
     plan: StagePlan, parallel: Parallel, chunks: Sequence[Any], graph: LayerGraph, count_kept: bool
 ) -> Executor:
     """The executor of a plan; a stage without layers has one that has nothing to do."""
-    layers = [layer for chunk in transformer_layers(chunks) for layer in chunk]
+    layers = layers_of(chunks)
     parameter = next((p for chunk in chunks for p in chunk.parameters()), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     kind = kind_of_layer(layers[0]) if layers else None
@@ -105,6 +101,6 @@ def _executor(
         # The group that the layers communicate over, whatever global state says.
         group=layers[0].tp_group if layers else None,
         forward_slots=kind.forward_slots(parallel) if kind else (),
-        backward_slots=kind.backward_slots(parallel) if kind else (),
+        backward_slots={layer_index(layer): slots_of(layer, parallel) for layer in layers},
         count_kept=count_kept,
     )

@@ -32,7 +32,7 @@ from megatron_lynx.integration.arguments import (
     lynx_requested,
     with_lynx_arguments,
 )
-from megatron_lynx.integration.binding import transformer_layers
+from megatron_lynx.integration.binding import layers_of
 from megatron_lynx.integration.checkpoints import check_checkpoint
 from megatron_lynx.integration.checks import check_layer, fixed_parts
 from megatron_lynx.integration.cpu.backend import cpu_backend_active
@@ -81,7 +81,10 @@ class Trainer:
         asked = _asked(args, chunks)
         plan, table = _plan(args, asked, chunks)
         described = layer_graph(asked.model, asked.parallel, asked.batch)
-        kept = kept_otherwise(chunks, asked.model, asked.parallel, asked.batch)
+        if table is not None and asked.profile is None:
+            kept = table.kept_bytes  # found as the layer was measured
+        else:
+            kept = kept_otherwise(chunks, asked.model, asked.parallel, asked.batch)
         if kept:
             explained = asked.fixed or any(trained < count for count, trained in asked.counted)
             print_rank_0(f"> lynx: {said(kept, described, strange=not explained)}")
@@ -127,9 +130,8 @@ def check_model(args: Namespace, chunks: list[Any]) -> None:
                 f"{type(chunk).__name__}: --recompute-granularity selective works there"
             )
         check_config(get_model_config(chunk))
-    for layers in transformer_layers(chunks):
-        for layer in layers:
-            check_layer(layer)
+    for layer in layers_of(chunks):
+        check_layer(layer)
 
 
 def _asked(args: Namespace, chunks: list[Any]) -> Asked:

@@ -199,6 +199,10 @@ class LayerKind:
         """What begins where a glue ends, and the name of the glue."""
         return {part.before: part.name for part in self.parts if isinstance(part, Glue)}
 
+    def glue_parents(self) -> frozenset[str]:
+        """Paths of the modules that run glue."""
+        return frozenset(part.parent for part in self.parts if isinstance(part, Glue))
+
     def called_before(self, glue: Glue) -> tuple[Submodule, ...]:
         """The submodules that ``glue``'s parent calls up to the glue, in order: a replay answers them from
         memory."""

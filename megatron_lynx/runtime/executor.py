@@ -53,10 +53,9 @@ class Executor:
         rng: random state, Megatron's tracker included.
         device: where the layers run.
         group: the layers' tensor-parallel process group; only its collectives open windows.
-        forward_slots, backward_slots: names of a layer's collectives (``LayerKind``).
+        forward_slots: names of a layer's collectives in the forward (``LayerKind``).
+        backward_slots: those in the backward, by layer: a frozen one does without some.
         count_kept: count what each layer keeps, in its first microbatch.
-
-    ``own_slots`` has the collectives in the backward of layers that do without some (frozen ones).
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Executor:
         device: torch.device,
         group: Any,
         forward_slots: Sequence[str],
-        backward_slots: Sequence[str],
+        backward_slots: Mapping[int, Sequence[str]],
         count_kept: bool = False,
     ) -> None:
         self.plan = plan
@@ -78,8 +77,7 @@ class Executor:
         self.device = device
         self.group = group
         self.forward_slots = tuple(forward_slots)
-        self.backward_slots = tuple(backward_slots)
-        self.own_slots: dict[int, tuple[str, ...]] = {}
+        self.backward_slots = backward_slots
         self.active: Any = None
         self.record = StepRecord()
         self.clock = HostClock()
@@ -255,8 +253,9 @@ class Executor:
             # Outside the layers only the output layer's backward starts collectives asynchronously.
             return Window("head") if asynchronous and self._next_done() is not None else None
         position, self._collectives = self._collectives, self._collectives + 1
-        slots = self.own_slots.get(self._backward[0], self.backward_slots)
-        return Window("bwd", self._backward[0], slots[position]) if position < len(slots) else None
+        layer = self._backward[0]
+        slots = self.backward_slots[layer]
+        return Window("bwd", layer, slots[position]) if position < len(slots) else None
 
     def is_due(self, window: Window) -> bool:
         """Whether the plan puts anything into ``window``; if not, the wait stays as it is."""

@@ -128,15 +128,16 @@ def _span(kind: LayerKind, graph: LayerGraph, dropped: frozenset[str]) -> Span |
     inside = {part.name: part.inside for part in kind.parts if isinstance(part, Mask | Inner)}
     names = list(takewhile(lambda name: name in dropped or name not in known, kind.names))
 
+    asked: dict[str, set[str]] = {}  # by what makes something, who saves it or runs again from it
+    for storage in graph.storages:
+        again = dropped & {*graph.readers(storage.name)}
+        asked.setdefault(storage.producer, set()).update(again, storage.saved_by)
+
     def makes_something(name: str) -> bool:
         makers = {name, *(inner for inner, outer in inside.items() if outer == name)}
-        return any(
-            storage.saved_by or dropped & {*graph.readers(storage.name)}
-            for storage in graph.storages
-            if storage.producer in makers
-        )
+        return name == kind.output or any(asked.get(maker) for maker in makers)
 
-    while names and (names[-1] in inside or not (makes_something(names[-1]) or names[-1] == kind.output)):
+    while names and (names[-1] in inside or not makes_something(names[-1])):
         names.pop()
     if sum(name not in inside for name in names) < 2:
         return None
@@ -151,14 +152,7 @@ def _span(kind: LayerKind, graph: LayerGraph, dropped: frozenset[str]) -> Span |
         draws=any(region.draws for region in regions),
         communicates=any(region.communicates for region in regions),
     )
-    passes = {
-        storage.producer
-        for storage in graph.storages
-        if storage.producer in names
-        and ({*storage.saved_by} | (dropped & {*graph.readers(storage.name)})) - {*names}
-    }
-    if kind.output in names:
-        passes.add(kind.output)
+    passes = {name for name in names if name == kind.output or asked.get(name, set()) - {*names}}
     taken = {*passes, names[-1]}
     glue = {part.name: part.before for part in kind.parts if isinstance(part, Glue)}
     closes = {name: "" for name in taken if name not in glue}

@@ -121,15 +121,13 @@ comes again by the end of the layer before, and so not in a chunk's first layer.
 
 
 def _pieces(job: Job) -> list[Piece]:
-    """What a layer saves, cheapest to run again for its size first."""
+    """What a layer saves."""
     graph, times = job.graph, job.costs.layer.forward_ns
-    found = []
-    for name in graph.names:
-        size = sum(s.size_bytes for s in graph.produced_by(name) if s.saved_by)
-        if size:
-            again = times.get(graph.names[-1] if name == INPUT else name, 0)
-            found.append((size, again, name == INPUT))
-    return found
+    return [
+        (size, times.get(graph.names[-1] if name == INPUT else name, 0), name == INPUT)
+        for name, size in graph.kept_by_region().items()
+        if size
+    ]
 
 
 def _least_again(pieces: Sequence[Piece], alive: Sequence[int], counts: Row, over: Row) -> Row:

@@ -238,8 +238,8 @@ def kept_otherwise(rank: int, world_size: int, options: dict[str, Any]) -> list[
             layer.mlp.activation_func = lambda x: torch.nn.functional.gelu(x) * x.sigmoid()
         found.append(traced.kept_otherwise(inside, *shape))
         graph = layer_graph(*shape)
-        found.append(dict(traced.kept_by_region(graph)))
-        found.append(dict(traced.kept_by_region(graph.keeping(found[1]))))
+        found.append(graph.kept_by_region())
+        found.append(graph.keeping(found[1]).kept_by_region())
         yield lambda schedule: schedule
 
     train_small_gpt(steps=0, around=around, **options)

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_model_config
 
 from megatron_lynx.graph import LayerGraph
-from megatron_lynx.integration.binding import transformer_layers
+from megatron_lynx.integration.binding import layers_of
 from megatron_lynx.integration.session import Session
 from megatron_lynx.integration.windows import Hooks
 from megatron_lynx.plan import LayerPlan, Plan, StagePlan, Window
@@ -69,7 +69,7 @@ class Stock:
                 undo.enter_context(_attribute(config, name, value))
             for block in (m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerBlock)):
                 undo.enter_context(_attribute(block, "checkpoint_core_attention", core))
-            for layer in (layer for layers in transformer_layers(chunks) for layer in layers):
+            for layer in layers_of(chunks):
                 undo.enter_context(_attribute(layer.self_attention, "checkpoint_core_attention", core))
                 undo.enter_context(_attribute(layer, "recompute_mlp", mlp))
             yield lambda schedule: schedule

@@ -21,7 +21,13 @@ from megatron.core.utils import get_model_config
 
 from megatron_lynx.cost import CostTable, LayerCosts
 from megatron_lynx.integration.agree import gathered
-from megatron_lynx.integration.binding import bind_everything, slots_of, transformer_layers, weight_of
+from megatron_lynx.integration.binding import (
+    bind_everything,
+    layers_of,
+    slots_of,
+    transformer_layers,
+    weight_of,
+)
 from megatron_lynx.integration.describe import device_of
 from megatron_lynx.integration.install import watching
 from megatron_lynx.integration.measuring.ends import ends_ns, layer_arguments
@@ -140,6 +146,12 @@ def _trained(layer: Any) -> int:
     return sum(p.numel() for p in layer.parameters() if p.requires_grad)
 
 
+def _hidden_size(model: Model, parallel: Parallel, batch: Batch) -> tuple[int, int, int]:
+    """The shape of the tensor that a rank passes from layer to layer: [rows, b, h]."""
+    rows = batch.seq_length // parallel.cp // (parallel.tp if parallel.sequence_parallel else 1)
+    return rows, batch.micro_batch_size, model.hidden_size
+
+
 _CACHES_BYTES = 1 << 28
 """More than a core or a GPU can cache."""
 
@@ -149,10 +161,9 @@ class LayerRun:
     gradient is kept."""
 
     def __init__(self, chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch) -> None:
-        layer = max((layer for layers in transformer_layers(chunks) for layer in layers), key=_trained)
+        layer = max(layers_of(chunks), key=_trained)
         weight = weight_of(layer, next(iter(kind_of(model).gemms().values())))
-        rows = batch.seq_length // parallel.cp // (parallel.tp if parallel.sequence_parallel else 1)
-        size = (rows, batch.micro_batch_size, model.hidden_size)
+        size = _hidden_size(model, parallel, batch)
         self.chunks, self.layer, self.weight = chunks, layer, weight
         self.hidden = torch.randn(size, dtype=weight.dtype, device=weight.device, requires_grad=True)
         self._grad = torch.randn(size, dtype=weight.dtype, device=weight.device)
@@ -368,7 +379,6 @@ def _transfer(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Ba
     """One transfer of activations between neighbouring stages."""
     if parallel.pp == 1:
         return 0
-    rows = batch.seq_length // parallel.cp // (parallel.tp if parallel.sequence_parallel else 1)
-    size = (rows, batch.micro_batch_size, model.hidden_size)
+    size = _hidden_size(model, parallel, batch)
     group = parallel_state.get_pipeline_model_parallel_group()
     return transfer_ns(size, get_model_config(chunks[0]).params_dtype, device_of(chunks), group)

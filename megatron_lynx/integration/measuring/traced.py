@@ -6,7 +6,6 @@ right, but memory would be planned wrongly. So one forward pass of one layer is 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,9 +28,10 @@ def kept_otherwise(chunks: Sequence[Any], model: Model, parallel: Parallel, batc
     are described; the largest of all ranks. Every rank must call it."""
     own: dict[str, int] = {}
     if any(transformer_layers(chunks)):
-        real = kept_by_region(traced(chunks, model, parallel, batch))
-        described = kept_by_region(layer_graph(model, parallel, batch))
-        own = {name: real[name] for name in {**described, **real} if real[name] != described[name]}
+        real = traced(chunks, model, parallel, batch).kept_by_region()
+        described = layer_graph(model, parallel, batch).kept_by_region()
+        names = {**described, **real}
+        own = {n: real.get(n, 0) for n in names if real.get(n, 0) != described.get(n, 0)}
     found: dict[str, int] = {}
     for one in gathered(own):
         for name, size in one.items():
@@ -40,8 +40,8 @@ def kept_otherwise(chunks: Sequence[Any], model: Model, parallel: Parallel, batc
 
 
 def traced(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch) -> LayerGraph:
-    """The graph of this rank's first layer as it really runs; the ranks of its tensor-parallel group must
-    call it together."""
+    """The graph of the layer that this rank measures (``LayerRun``), as it really runs; the ranks of its
+    tensor-parallel group must call it together."""
     with undisturbed(chunks):
         run = LayerRun(chunks, model, parallel, batch)
         kind = kind_of_layer(run.layer)
@@ -53,21 +53,12 @@ def traced(chunks: Sequence[Any], model: Model, parallel: Parallel, batch: Batch
     return tracer.graph(frozenset(kind.forward_slots(parallel)))
 
 
-def kept_by_region(graph: LayerGraph) -> Counter[str]:
-    """Bytes that a layer keeps if nothing is dropped, by the region that made them."""
-    kept: Counter[str] = Counter()
-    for storage in graph.storages:
-        if storage.saved_by:
-            kept[storage.producer] += storage.size_bytes
-    return kept
-
-
 def said(kept: Mapping[str, int], graph: LayerGraph, *, strange: bool) -> str:
     """One line on what differs from ``graph``, the description; ``strange`` says that no frozen weight and
     nothing that is known to be unknown explains it."""
-    described = kept_by_region(graph)
+    described = graph.kept_by_region()
     each = [
-        f"{name} {format_bytes(size)} (described: {format_bytes(described[name])})"
+        f"{name} {format_bytes(size)} (described: {format_bytes(described.get(name, 0))})"
         for name, size in sorted(kept.items())
     ]
     return (
