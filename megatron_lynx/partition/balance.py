@@ -114,7 +114,8 @@ class Evaluations(Generic[C]):
 
     ``whole`` replaces planning rank by rank when a complete split is judged, for plans that depend
     on the other ranks too (the stall does); it may raise InfeasibleError. ``floor`` is a time that no
-    plans of a split can beat; ``hurry`` says that a search should end with what it has.
+    plans of a split can beat; ``hurry`` says that a search should end with what it has, ``over`` that it
+    should end with nothing, too.
     """
 
     def __init__(
@@ -125,9 +126,10 @@ class Evaluations(Generic[C]):
         whole: Callable[[Partition], Sequence[C]] | None = None,
         floor: Callable[[Partition], int] = lambda partition: 0,
         hurry: Callable[[], bool] = lambda: False,
+        over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._plan_stage, self._score, self._period, self._whole = plan_stage, score, period, whole
-        self.floor, self.hurry = floor, hurry
+        self.floor, self.hurry, self.over = floor, hurry, over
         self._stages: dict[tuple[int, tuple[int, ...]], C | None] = {}
         self._misfits: dict[int, list[tuple[int, ...]]] = {}
         self._balances: dict[Partition, Balance[C] | None] = {}
@@ -316,7 +318,7 @@ def _table_seeds(
     for unequal in (False, True) if whole and vpp > 1 else (False,):
         near = reach
         while True:
-            if not whole and evaluations.hurry():
+            if evaluations.over() or (not whole and evaluations.hurry()):
                 return
             table = _table(start, evaluations, near, unequal=unequal, whole=whole)
             found = bottleneck(table.periods, total)
@@ -331,8 +333,8 @@ def _table_seeds(
 
 
 def _table(start: Partition, evaluations: Evaluations[C], reach: int, *, unequal: bool, whole: bool) -> Table:
-    """Periods of each rank by its number of layers, and how its chunks share them. In a hurry it has gaps,
-    unless nothing is known to fit (``whole``)."""
+    """Periods of each rank by its number of layers, and how its chunks share them. In a hurry it has gaps;
+    where nothing is known to fit (``whole``), only when time is over."""
     pp, vpp, total = start.pp, start.vpp, start.num_layers
     most = total - (pp - 1) * vpp
     periods: list[dict[int, int]] = []
@@ -342,7 +344,7 @@ def _table(start: Partition, evaluations: Evaluations[C], reach: int, *, unequal
         own = sum(start.on(rank))
         for layers in range(max(vpp, own - reach), min(most, own + reach) + 1):
             for share in spread(layers, vpp, last=rank == pp - 1, unequal=unequal):
-                if (unequal or not whole) and evaluations.hurry():
+                if evaluations.over() or ((unequal or not whole) and evaluations.hurry()):
                     break
                 period = evaluations.period(rank, share)
                 if period is not None:

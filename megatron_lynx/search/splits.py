@@ -31,12 +31,16 @@ def searched(plans: StagePlans, planner: str, partition: str) -> Split:
         whole=lambda split: plans.best(split.layers, quick, rounds=1),
         floor=lambda split: plans.floor(split.layers),
         hurry=plans.late,
+        over=plans.over,
     )
     if partition == "greedy":
         return greedy(start, evaluations).partition.layers
     try:
         found = search(job.model.num_layers, pp, job.parallel.vpp, evaluations, job.microbatches)
     except InfeasibleError as error:
+        if plans.over():
+            error.args = (f"{error}; --time-limit ended the search for another split, a longer one may do",)
+            raise
         return _roomiest(plans, planner, quick, error)
     return found.partition.layers
 

@@ -1,7 +1,6 @@
 """StagePlans: plans and scores the stages of one job; where planners meet the simulator.
 
-A stage's problem is made here: its windows (collectives from the costs, stalls from a simulation
-without recomputation) and its budget (the device's memory less what is static).
+Stalls come from a simulation without recomputation, then from the plans made for those before.
 """
 
 from __future__ import annotations
@@ -15,47 +14,19 @@ from megatron_lynx import planner as planners
 from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.graph import LayerGraph
 from megatron_lynx.job import Job
-from megatron_lynx.layers import kind_of
 from megatron_lynx.partition.layout import chunks_of
 from megatron_lynx.plan import LayerPlan, StagePlan, relabel
-from megatron_lynx.planner import PlannedStage, SolveOptions, StageProblem
+from megatron_lynx.planner import PlannedStage, SolveOptions
 from megatron_lynx.planner.fill import filled
-from megatron_lynx.schedule import turns
 from megatron_lynx.search.lacking import does_not_fit
 from megatron_lynx.search.pools import Pools, aligned, pick
+from megatron_lynx.search.problems import stage_problem
 from megatron_lynx.simulator.engine import SimStage, iteration_ns, sim_stage, stalls_ns
 from megatron_lynx.simulator.floor import RankTimes, floor_ns, rank_times
 from megatron_lynx.simulator.ledger import GraphIndex
 
 Split = tuple[int, ...]
 """Layers of each virtual stage: chunk 0 of every rank, then chunk 1 of every rank, and so on."""
-
-
-def stage_problem(
-    job: Job, stage: int, chunks: tuple[tuple[int, ...], ...], stall_ns: int = 0
-) -> StageProblem:
-    """What the planner of rank ``stage`` is asked when it holds the layers in ``chunks``."""
-    parallel, kind = job.parallel, kind_of(job.model)
-    layers = sum(len(chunk) for chunk in chunks)
-    last = stage == parallel.pp - 1
-    footprint = job.footprint(stage, layers)
-    return StageProblem(
-        stage=stage,
-        chunks=chunks,
-        graph=job.graph,
-        costs=job.costs.layer,
-        turns=turns(parallel, job.microbatches, stage),
-        budget_bytes=job.memory_bytes - footprint.static_bytes,
-        forward_slots=kind.forward_slots(parallel),
-        backward_slots=kind.backward_slots(parallel),
-        stall_ns=stall_ns,
-        head_ns=job.costs.head_window_ns if last else 0,
-        workspace_bytes=job.workspace_bytes,
-        head_bytes=footprint.moments.head_bytes,
-        embedding_bytes=footprint.moments.embedding_bytes,
-        step_bytes=footprint.moments.step_bytes,
-        recompute_modules=kind.recompute_modules,
-    )
 
 
 def _keep(stage: int, chunks: tuple[tuple[int, ...], ...]) -> StagePlan:
@@ -186,7 +157,7 @@ class StagePlans:
         self._offer(pools, split, "checkmate", [0] * len(pools))
         stalls = self._made_for(pools) or self.free_stalls(split)
         errors = self._offer(pools, split, "opt", stalls, deadline=started + limit)
-        if not errors:
+        if not errors and not self.over():
             again = self.stalls(self._pick(pools))
             self._offer(pools, split, "opt", again, deadline=started + 2 * limit)
         best = self._made_for(pools)
@@ -203,9 +174,13 @@ class StagePlans:
         """Time until the deadline, without end if there is none."""
         return math.inf if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
+    def over(self) -> bool:
+        """Whether the deadline has passed: what has a plan gets no other."""
+        return not self.left_s()
+
     def late(self) -> bool:
         """Whether searches should end with what they have: half of the time is for what follows them."""
-        return self.left_s() < self._searching_s / 2
+        return self.left_s() <= self._searching_s / 2
 
     def _add_known(self, pools: Pools, split: Split, planner: str) -> None:
         """Add to each stage's pool the plan that ``planner`` made before."""
@@ -251,11 +226,14 @@ class StagePlans:
     ) -> list[InfeasibleError]:
         """Add a plan for each stage to its pool; returns why some stages got none.
 
-        The time until ``deadline`` is shared by the stages that are still to come.
+        The time until ``deadline`` is shared by the stages that are still to come. After it, or after
+        that of all, only stages without a plan are planned.
         """
         errors = []
         for stage, pool in enumerate(pools):
             left = None if deadline is None else (deadline - time.monotonic()) / (len(pools) - stage)
+            if pool and (self.over() or (left is not None and left <= 0)):
+                continue
             try:
                 planned = self.stage(
                     stage, self.layers(split, stage), planner, stalls[stage], soft=soft, limit_s=left
@@ -273,18 +251,15 @@ class StagePlans:
         errors = self._offer(pools, split, planner, [0] * len(pools))
         stalls, seen = self.free_stalls(split), set[tuple[int, ...]]()
         for number in range(1, rounds + 1):
-            if stalls in seen or (number > 1 and not self.left_s()):
+            if stalls in seen or self.over():
                 break
             seen.add(stalls)
             self._offer(pools, split, planner, stalls)
-            if number == rounds or not all(pools):
+            keys = [(s, self.layers(split, s), stalls[s], planner, False) for s in range(len(pools))]
+            made = [plan for key in keys if isinstance(plan := self._plans.get(key), PlannedStage)]
+            if number == rounds or len(made) < len(pools):
                 break
-            made = [
-                self._plans[s, self.layers(split, s), stalls[s], planner, False] for s in range(len(pools))
-            ]
-            if any(isinstance(plan, InfeasibleError) for plan in made):
-                break
-            stalls = self.stalls([plan for plan in made if isinstance(plan, PlannedStage)])
+            stalls = self.stalls(made)
         best = self._made_for(pools) if self.options.soft and rounds > 1 else None
         if best is not None:
             self._offer(pools, split, planner, best, soft=True)
@@ -301,7 +276,7 @@ class StagePlans:
         if not all(pools):
             empty = {stage for stage, pool in enumerate(pools) if not pool}
             raise max((e for e in errors if e.stage in empty), key=lambda error: error.needed_bytes)
-        return pick(pools, aligned(pools), self.score, hurry=lambda: quick or not self.left_s())
+        return pick(pools, aligned(pools), self.score, hurry=lambda: quick or self.over())
 
     def _finish(
         self, pools: Pools, errors: Sequence[InfeasibleError] = (), *known: Sequence[PlannedStage]
@@ -311,8 +286,9 @@ class StagePlans:
         rows: list[Sequence[PlannedStage]] = [best, *known]
         if self.options.stall and self.options.soft:
             rows.append([self._fill(planned) for planned in best])
-            pools = [[*pool, *map(self._fill, pool)] for pool in pools]
-        return pick(pools, rows, self.score, hurry=lambda: not self.left_s())
+            if not self.over():
+                pools = [[*pool, *map(self._fill, pool)] for pool in pools]
+        return pick(pools, rows, self.score, hurry=self.over)
 
     def _fill(self, planned: PlannedStage) -> PlannedStage:
         """``planned`` with its stall filled, itself where there is nothing to fill."""

@@ -201,9 +201,11 @@ def _best_modules(bench: StagePlans, partition: str) -> Planned:
     Raises:
         InfeasibleError: none fits; of the one that lacks least.
     """
-    found, errors, whole = [], [], bench.deadline
+    found, errors, whole = list[Planned](), list[InfeasibleError](), bench.deadline
     sets = module_sets(kind_of(bench.job.model).recompute_modules)
     for number, planner in enumerate(sets):
+        if found and whole is not None and time.monotonic() >= whole:
+            break
         bench.end_by(part_of(whole, len(sets) - number))
         try:
             found.append(_plan(bench, planner, partition))
@@ -247,7 +249,7 @@ def _plan(bench: StagePlans, planner: str, partition: str) -> Planned:
     if partition == "keep" or bench.job.parallel.pp == 1:
         return _assemble(bench, planner, given)
     splits = [searched(bench, planner, partition)]
-    if planner == "opt" and partition == "search":
+    if planner == "opt" and partition == "search" and not bench.late():
         with suppress(InfeasibleError):
             splits.append(searched(bench, "checkmate", partition))
     if planner == "heu":
@@ -255,6 +257,8 @@ def _plan(bench: StagePlans, planner: str, partition: str) -> Planned:
     found, errors = list[Planned](), list[InfeasibleError]()
     whole, different = bench.deadline, list(dict.fromkeys((*splits, given)))
     for number, split in enumerate(different):
+        if found and whole is not None and time.monotonic() >= whole:
+            break
         bench.end_by(part_of(whole, len(different) - number))
         try:
             found.append(_assemble(bench, planner, split))

@@ -20,8 +20,9 @@ from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.schedule import Turn
 from megatron_lynx.search.advice import advice, best_change, breakdown
 from megatron_lynx.search.given import timeline_of
+from megatron_lynx.search.problems import stage_problem
 from megatron_lynx.search.rows import Row
-from megatron_lynx.search.stages import StagePlans, stage_problem
+from megatron_lynx.search.stages import StagePlans
 from megatron_lynx.search.workflow import (
     MEGATRON_METHODS,
     METHODS,

@@ -12,7 +12,7 @@ from megatron_lynx.planner import plan
 from megatron_lynx.planner.adapipe import adapipe_units
 from megatron_lynx.planner.problem import StageProblem
 from megatron_lynx.presets import load_cluster, load_model
-from megatron_lynx.search.stages import stage_problem
+from megatron_lynx.search.problems import stage_problem
 from megatron_lynx.spec import Batch, Parallel
 
 
