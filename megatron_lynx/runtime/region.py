@@ -17,8 +17,10 @@ from megatron_lynx.errors import TapeError
 from megatron_lynx.layers.kind import Glue
 from megatron_lynx.runtime.program import Step
 from megatron_lynx.runtime.rng import RandomSource, RandomState
-from megatron_lynx.runtime.storage import SavedTensor, TapeStorage
+from megatron_lynx.runtime.storage import SavedTensor, Slot, TapeStorage
 
+Wanted = TapeStorage | Slot
+"""What a run made and the plan drops."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Place = TypeVar("Place")
 
@@ -27,16 +29,25 @@ class ReplayDone(Exception):  # noqa: N818 - a signal, not an error
     """Raised inside a replay as soon as everything wanted is there (Rule 3)."""
 
 
-def flatten(value: Any) -> Iterator[torch.Tensor]:
+def flatten(value: Any) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists and dicts, in a fixed order."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from flatten(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from flatten(item)
+        return [value]
+    found: list[torch.Tensor] = []
+    _gather(value, found)
+    return found
+
+
+def _gather(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return
+    for item in value:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif item is not None:
+            _gather(item, found)
 
 
 def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
@@ -45,16 +56,17 @@ def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         return change(value)
     made = type(value)
     if made is tuple:
-        return tuple([map_leaves(item, kind, change) for item in value])
-    if made is dict:
-        return {key: map_leaves(item, kind, change) for key, item in value.items()} if value else value
+        return tuple([item if item is None else map_leaves(item, kind, change) for item in value])
+    if made is dict:  # arguments by name, of which a layer has a dozen that are None
+        mapped = {k: item if item is None else map_leaves(item, kind, change) for k, item in value.items()}
+        return mapped if value else value
     if isinstance(value, tuple):
         parts = [map_leaves(item, kind, change) for item in value]
         return made(*parts) if hasattr(value, "_fields") else made(parts)
     if isinstance(value, (list, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        mapped = [(key, map_leaves(item, kind, change)) for key, item in items]
-        return made(mapped) if isinstance(value, dict) else made([item for _, item in mapped])
+        pairs = [(key, map_leaves(item, kind, change)) for key, item in items]
+        return made(pairs) if isinstance(value, dict) else made([item for _, item in pairs])
     return value
 
 
@@ -96,7 +108,7 @@ class RegionRun:
         reads: the absent storages behind the arguments.
         answers: results of the parts that are answered from memory, in the form of ``arguments``.
         saved, passed: what it made and the plan drops, by ordinal of the save, and by the name of the part
-            that passed it on and the place among its tensors. A storage that nobody wants any more is gone.
+            that passed it on and the place among its tensors. What nobody wants any more is gone.
         packs: how many tensors autograd saved while it ran.
         closes: of a span (``program``), by part, the glue that ends before it.
     """
@@ -118,7 +130,7 @@ class RegionRun:
         self.reads: tuple[TapeStorage, ...] = ()
         self.answers: dict[str, Any] = {}
         self.random: RandomState | None = None
-        self.saved: list[tuple[int, ref[TapeStorage]]] = []
+        self.saved: list[tuple[int, ref[TapeStorage] | ref[Slot]]] = []
         self.passed: list[tuple[tuple[str, int], ref[TapeStorage]]] = []
         self.packs = 0
         self.closes: Mapping[str, str] = {}
@@ -127,14 +139,24 @@ class RegionRun:
         """A storage that this run made and the plan drops."""
         return TapeStorage(label, self, storage.nbytes())
 
-    def missing(self, labels: Iterable[str] | None = None) -> set[TapeStorage]:
-        """Storages that this run made, that are absent and that somebody wants: of ``labels``, or of all."""
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The pack hook of a span: all of it runs again, so the ordinal alone tells what is saved."""
+        ordinal, self.packs = self.packs, self.packs + 1
+        with torch._C.DisableTorchFunction():
+            if type(tensor) is not torch.Tensor or is_weight(tensor):
+                return tensor
+        slot = Slot(self.step.label, self)
+        self.saved.append((ordinal, ref(slot)))
+        return slot
+
+    def missing(self, labels: Iterable[str] | None = None) -> set[Wanted]:
+        """What this run made, is absent and somebody wants: of ``labels``, or of all."""
         alive = (storage() for _, storage in (*self.saved, *self.passed))
         return {
             s for s in alive if s is not None and s.data is None and (labels is None or s.label in labels)
         }
 
-    def is_hollow(self, wanted: Iterable[TapeStorage]) -> bool:
+    def is_hollow(self, wanted: Iterable[Wanted]) -> bool:
         """Whether ``wanted`` are masks alone, which depend on no input (design, rule 3.5)."""
         mask = self.step.label
         return mask != self.step.name and all(storage.label == mask for storage in wanted)
@@ -146,12 +168,12 @@ class RegionRun:
             for storage in self.reads
         )
 
-    def rebuild_for(self, storage: TapeStorage) -> None:
+    def rebuild_for(self, storage: Wanted) -> None:
         """Run again on demand: for ``storage`` and all else that is wanted and no window is to rebuild."""
         on_the_side = {s for s in self.missing() if s.label not in self.windows}
         self.rebuild(on_the_side | {storage})
 
-    def rebuild(self, wanted: set[TapeStorage]) -> None:
+    def rebuild(self, wanted: set[Wanted]) -> None:
         """Run again until ``wanted`` is there; what it reads is rebuilt first, unless it needs none."""
         if not wanted:
             return
@@ -160,13 +182,12 @@ class RegionRun:
             for storage in self.reads:
                 if storage.data is None and storage.maker is not None:
                     storage.maker.rebuild_for(storage)
-        count, size = len(wanted), sum(storage.size_bytes for storage in wanted)
         replay = Replay(self, wanted)
         began = self.host.begin_replay(replay)
         try:
             replay.execute(hollow)
         finally:
-            self.host.end_replay(began, self.layer, count, size)
+            self.host.end_replay(began, self.layer, *replay.rebuilt())
 
     def held(self) -> Iterator[torch.UntypedStorage]:
         """The memory that it holds, and what of its own is there already."""
@@ -185,16 +206,16 @@ class Replay:
     While it runs it answers the layer's wrapped parts (``record``), and packs every tensor that is saved.
     """
 
-    __slots__ = ("_by_ordinal", "_ordinal", "_passed", "_wanted", "run")
+    __slots__ = ("_all", "_by_ordinal", "_ordinal", "_passed", "_wanted", "run")
 
-    def __init__(self, run: RegionRun, wanted: set[TapeStorage]) -> None:
+    def __init__(self, run: RegionRun, wanted: set[Wanted]) -> None:
         self.run = run
-        self._wanted = set(wanted)
+        self._all, self._wanted = wanted, set(wanted)
         self._ordinal = 0
         self._by_ordinal = dict(self._of(run.saved))
         self._passed = dict(self._of(run.passed))
 
-    def _of(self, made: list[tuple[Place, ref[TapeStorage]]]) -> Iterator[tuple[Place, TapeStorage]]:
+    def _of(self, made: list[tuple[Place, Any]]) -> Iterator[tuple[Place, Wanted]]:
         for place, reference in made:
             storage = reference()
             if storage is not None and storage in self._wanted:
@@ -238,11 +259,20 @@ class Replay:
             if not self._wanted:
                 raise ReplayDone
 
-    def _fill(self, storage: TapeStorage, tensor: torch.Tensor) -> None:
+    def _fill(self, storage: Wanted, tensor: torch.Tensor) -> None:
         if storage in self._wanted:
             with torch._C.DisableTorchFunction():
                 storage.fill(tensor.detach())
             self._wanted.discard(storage)
+
+    def rebuilt(self) -> tuple[int, int]:
+        """How many blocks of memory it gave back, and their bytes; what it was given is not among them."""
+        with torch._C.DisableTorchFunction():
+            back = [one.data.untyped_storage() for one in self._all if one.data is not None]
+            blocks = {storage._cdata: storage.nbytes() for storage in back}
+            for tensor in flatten(self.run.arguments):
+                blocks.pop(tensor.untyped_storage()._cdata, None)
+        return len(blocks), sum(blocks.values())
 
     def take(self, name: str, outputs: Any) -> None:
         """Take what the part ``name`` passes on, matched by place."""
@@ -298,12 +328,16 @@ class Replay:
 
 def _argument(saved: SavedTensor, hollow: torch.device | None) -> torch.Tensor:
     tensor = saved.restore() if hollow is None else saved.hollow(hollow)
-    return tensor.requires_grad_(saved.requires_grad) if saved.requires_grad else tensor
+    if not saved.requires_grad:
+        return tensor
+    with torch._C.DisableTorchFunction():
+        return tensor.requires_grad_()
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the same memory; a weight is itself."""
-    return tensor if is_weight(tensor) else tensor.detach().requires_grad_(tensor.requires_grad)
+    with torch._C.DisableTorchFunction():
+        return tensor if is_weight(tensor) else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _never(_: object) -> torch.Tensor:

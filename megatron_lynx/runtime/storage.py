@@ -19,7 +19,7 @@ from megatron_lynx.graph import INPUT
 class Maker(Protocol):
     """What can make an absent storage again."""
 
-    def rebuild_for(self, storage: TapeStorage) -> None:
+    def rebuild_for(self, storage: TapeStorage | Slot) -> None:
         """Give ``storage`` its memory back."""
 
 
@@ -80,18 +80,48 @@ class SavedTensor:
 
     def hollow(self, device: torch.device) -> torch.Tensor:
         """A tensor of this geometry with arbitrary content."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+        with torch._C.DisableTorchFunction():
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+
+
+class Slot:
+    """A tensor that autograd saved in a span, by its ordinal alone: when all of the span runs again, what is
+    saved there is this tensor, whatever its storage and geometry.
+
+    Attributes:
+        maker: the run that makes it again; None once it is there.
+        data: the tensor outside any graph, or None while it is not rebuilt.
+    """
+
+    __slots__ = ("__weakref__", "data", "label", "maker")
+
+    def __init__(self, label: str, maker: Maker) -> None:
+        self.label = label
+        self.maker: Maker | None = maker
+        self.data: torch.Tensor | None = None
+
+    def fill(self, data: torch.Tensor) -> None:
+        """Take the tensor; what made it is not needed any more."""
+        self.data, self.maker = data, None
+
+    def restore(self) -> torch.Tensor:
+        """The tensor; rebuilt first if it is absent."""
+        if self.data is None and self.maker is not None:
+            self.maker.rebuild_for(self)
+        if self.data is None:
+            raise AssertionError(f"{self.label} was not rebuilt")  # a run that ends without it raises
+        return self.data
 
 
 def unpack(saved: Any) -> Any:
     """Called by autograd when a backward needs what ``pack`` returned (Rule 4)."""
-    return saved.restore() if isinstance(saved, SavedTensor) else saved
+    return saved if isinstance(saved, torch.Tensor) else saved.restore()
 
 
 class _Nobody:
     """Stands where no run is."""
 
-    def rebuild_for(self, storage: TapeStorage) -> None:
+    def rebuild_for(self, storage: TapeStorage | Slot) -> None:
         """Nothing to do."""
 
 

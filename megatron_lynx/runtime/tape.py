@@ -267,7 +267,7 @@ class LayerTape:
         if span.step.draws:
             run.random = self.host.rng.capture()
         self._span = span
-        set_hooks(self.pack, unpack)
+        set_hooks(run.pack, unpack)
 
     def _record_spanned(self, span: Span, step: Step, call: Any, args: Any, kwargs: Any) -> Any:
         """A wrapped part of the span runs."""
