@@ -38,9 +38,6 @@ def searched(plans: StagePlans, planner: str, partition: str) -> Split:
     try:
         found = search(job.model.num_layers, pp, job.parallel.vpp, evaluations, job.microbatches)
     except InfeasibleError as error:
-        if plans.over():
-            error.args = (f"{error}; --time-limit ended the search for another split, a longer one may do",)
-            raise
         return _roomiest(plans, planner, quick, error)
     return found.partition.layers
 
@@ -55,13 +52,20 @@ def _roomiest(plans: StagePlans, planner: str, quick: str, error: InfeasibleErro
     job, pp, total = plans.job, plans.job.parallel.pp, plans.job.model.num_layers
     if job.parallel.vpp > 1:
         raise error
-    needed = [{n: plans.needed(rank, (n,), quick) for n in range(1, total - pp + 2)} for rank in range(pp)]
+
+    def least(rank: int, layers: int, name: str) -> int:
+        if plans.over():
+            error.args = (f"{error}; --time-limit ended the search for another split, a longer one may do",)
+            raise error
+        return plans.needed(rank, (layers,), name)
+
+    needed = [{n: least(rank, n, quick) for n in range(1, total - pp + 2)} for rank in range(pp)]
     split = bottleneck(needed, total)
     if split is None:
         raise error
     own = needed
     if planner != quick:
-        own = [{n: plans.needed(rank, (n,), planner)} for rank, n in enumerate(split)]
+        own = [{n: least(rank, n, planner)} for rank, n in enumerate(split)]
     stage = max(range(pp), key=lambda rank: own[rank][split[rank]])
     if own[stage][split[stage]] <= job.memory_bytes:
         return split

@@ -330,7 +330,7 @@ class StagePlans:
         """The smallest memory of a device with which some plan of ``planner`` fits."""
         small = replace(self.job, memory_bytes=1)
         key = (stage, layers, 0, planner, False)
-        found = StagePlans(small, self.options, self.time_limit_s)._solve(key, None)
+        found = StagePlans(small, self.options, self.time_limit_s, self.deadline)._solve(key, None)
         assert isinstance(found, InfeasibleError)
         return found.needed_bytes
 
