@@ -58,7 +58,8 @@ class Device:
     process can allocate, ``te_workspace_bytes`` what Transformer Engine keeps for its matrix products,
     ``bytes_per_second`` the peak rate of its memory, ``launch_ns`` what one
     kernel costs besides its work. The efficiencies are the shares of the peaks that large GEMMs,
-    fused attention and elementwise kernels reach.
+    fused attention and elementwise kernels reach. ``host_bytes_per_second`` is the rate of the link to the
+    host's memory, each way; 0 where it is not known.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Device:
     wgrad_efficiency: float | None = None
     attention_backward_efficiency: float | None = None
     multiprocessors: int = 0
+    host_bytes_per_second: int = 0
 
     def compute_ns(
         self,
@@ -301,6 +303,7 @@ def _read_device(section: _Section, name: str) -> Device:
         wgrad_efficiency=section.optional("wgrad_efficiency", 0.6),
         attention_backward_efficiency=section.optional("attention_backward_efficiency", 0.4),
         multiprocessors=int(section.optional("multiprocessors", 108, at_most=1e4) or 0),
+        host_bytes_per_second=round((section.optional("host_gb_s", 25, at_most=1e6) or 0) * 1e9),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lynx.cli.report import compare_cells, progress, speedup
+from megatron_lynx.cli.report import compare_cells, progress, speedup, whole_name
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.presets import load_cluster, load_model
@@ -52,7 +52,12 @@ measured. Sequence 2048, Transformer Engine's layers with flash attention, 4 mic
 sequence parallelism. A setting had {seconds:.0f} s, so last digits depend on the machine that wrote this.
 
 - *over Megatron*: speedup over the best of Megatron's own options that fits (no recomputation,
-  selective with any set of `--recompute-modules`, full with the best `uniform` or `block` number).
+  selective with any set of `--recompute-modules`, full with the best `uniform` or `block` number, or
+  offloading).
+- *offload* is the best of `--fine-grained-activation-offloading`: which `--offload-modules`, which
+  `--activation-offload-fraction` (the number) and which `--recompute-modules` beside it. The link to the
+  host is that of `megatron_lynx/configs/clusters`; what is not known is taken in its favour
+  (`megatron_lynx/search/offload.py`).
 - *over checkmate*: speedup over the optimum **without** overlap, which moves layers between stages
   where the method does. This, not the former, is what rebuilding inside windows and stalls is worth.
 - *opt* and *heu* are lynx's planners on Megatron's even split; *+ search* moves layers too. *opt*
@@ -139,7 +144,7 @@ def _time(row: Row) -> str:
 def _named(row: Row | None) -> str:
     if row is None or row.iteration_ns is None:
         return "does not fit"
-    return f"{row.method}: {format_ns(row.iteration_ns)}"
+    return f"{whole_name(row)}: {format_ns(row.iteration_ns)}"
 
 
 def _detail(setting: Setting, cluster: str, job: Job, rows: Sequence[Row]) -> str:

@@ -109,16 +109,16 @@ def methods_of(
         ends = part_of(deadline, len(names) - number)
         suffix = "" if partition == "keep" else f" + {partition}"
         try:
-            plan = plan_job(job, name, partition, time_limit_s=time_limit_s, deadline=ends).plan
+            planned = plan_job(job, name, partition, time_limit_s=time_limit_s, deadline=ends)
         except InfeasibleError as error:
             found.append(Method(name=name + suffix, reason=str(error), megatron=name in MEGATRON_METHODS))
             continue
         found.append(
             Method(
-                name=plan.planner + suffix,
-                plan=plan,
-                timeline=timeline_of(job, plan),
-                megatron=_is_megatron(plan),
+                name=planned.plan.planner + suffix,
+                plan=planned.plan,
+                timeline=planned.timeline(),
+                megatron=_is_megatron(planned.plan),
             )
         )
     return found

@@ -20,6 +20,9 @@ _HYBRID = "a hybrid model is not planned; --num-layers alone works"
 _FSDP = "FSDP is not planned; --ignore {flag} plans it with --use-distributed-optimizer in its place"
 _GRAPHS = "CUDA graphs are not planned; --ignore {flag} plans it without"
 _OFFLOAD = "offloading is not planned; --ignore {flag} plans what stays on the device"
+_OFFLOADED_PARTS = (
+    "no plan is made beside offloading; --ignore {flag} plans without, and lynx compare has a row for it"
+)
 _FP8 = "8- and 4-bit training is not planned; --ignore {flag} plans it in 16 bits"
 
 REFUSED: Mapping[str, str] = {
@@ -51,7 +54,7 @@ REFUSED: Mapping[str, str] = {
     "cuda-graph-impl": _GRAPHS,
     "cpu-offloading": _OFFLOAD,
     "cpu-offloading-num-layers": _OFFLOAD,
-    "fine-grained-activation-offloading": _OFFLOAD,
+    "fine-grained-activation-offloading": _OFFLOADED_PARTS,
     "tensor-parallel-num-weight-shards": "sharded weights are not planned; --ignore {flag} plans whole ones",
     "mtp-standalone": "multi-token prediction is not planned; --ignore {flag} plans the main model",
     "moe-paged-stash": _OFFLOAD,

@@ -15,6 +15,7 @@ from megatron_lynx.footprint import RESERVED
 from megatron_lynx.job import Job
 from megatron_lynx.planner.baselines import modules_of
 from megatron_lynx.search.advice import best_change, breakdown
+from megatron_lynx.search.offload import OFFLOAD, offload_flags
 from megatron_lynx.search.rows import Row
 from megatron_lynx.search.throughput import gpus
 from megatron_lynx.search.workflow import MEGATRON_METHODS, best_of, reference
@@ -180,7 +181,8 @@ def summary(job: Job, row: Row) -> str:
 
 def launch_flags(job: Job, row: Row) -> str:
     """The flags that a row stands for, beside those of the job itself."""
-    flags = _RECOMPUTE.get(row.planner)
+    flags = _RECOMPUTE.get(row.planner) or offload_flags(row.planner) or None
+    flags = "" if row.planner == "none" else flags
     kind, _, number = row.planner.rpartition("-")
     if flags is None and kind in ("full-uniform", "full-block"):
         method = kind.removeprefix("full-")
@@ -213,10 +215,12 @@ def compare_table(job: Job, rows: Sequence[Row], width: int) -> str:
     if fitting:
         lines = [_line(job, row, rows) for row in fitting]
         parts.append(grid("methods that fit (step simulated)", head, lines, width))
-    short = [(row.method, gib(row.needed_bytes or 0), str(row.stage)) for row in rows if not row.fits]
+    lacking = [row for row in rows if not row.fits]
+    short = [(row.method, gib(row.needed_bytes), str(row.stage)) for row in lacking if row.needed_bytes]
     if short:
         heads = ("does not fit", "needs\nGiB", "on\nstage")
         parts.append(grid("", heads, short, width))
+    parts += [row.reason for row in lacking if row.reason and not row.needed_bytes]
     return "\n\n".join(parts)
 
 
@@ -286,11 +290,12 @@ def _nothing_fits(job: Job) -> list[str]:
 
 def compare_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     """The cells of one method in a comparison, as plain text."""
+    name = whole_name(row)
     if row.iteration_ns is None:
-        return (row.method, *[""] * 7, row.reason or "")
+        return (name, *[""] * 7, row.reason or "")
     worst = max(row.stages, key=lambda s: s.peak_bytes)
     return (
-        row.method,
+        name,
         format_ns(row.iteration_ns),
         f"{row.tokens_per_second:,.0f}",
         speedup(row, best_of(rows, MEGATRON_METHODS)),
@@ -300,6 +305,11 @@ def compare_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         format_ns(sum(s.recompute_hidden_ns for s in row.stages)),
         " ".join(str(len(s.layers)) for s in row.stages),
     )
+
+
+def whole_name(row: Row) -> str:
+    """What a row is called where there is room: how much of what is offloaded, if that is it."""
+    return row.planner if row.method == OFFLOAD else row.method
 
 
 def speedup(row: Row, other: Row | None) -> str:

@@ -28,6 +28,7 @@ for so many devices, with lynx and with Megatron's own options alone: tensor, pi
 data parallel sizes, microbatch, sequence parallelism, distributed optimizer, layout and recomputation all
 chosen freely on both sides. Global batch: 8 sequences a device, of 2048 tokens. Simulated. *open*: how many
 configurations might still be faster, for each side; time was limited to {seconds:.0f} s a row.
+Megatron's side is its recomputation; offloading is left out.
 
 | model | devices | cluster | best without lynx | step | best with lynx | step | gain | peak | open |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |

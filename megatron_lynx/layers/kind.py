@@ -153,6 +153,8 @@ class LayerKind:
         parameters: number of parameters of a layer on one rank, from the model and the TP size.
         recompute_modules: by the name that Megatron's ``--recompute-modules`` knows, the regions that it
             runs again.
+        offload_modules: by the name that its ``--offload-modules`` knows, the regions whose saved tensors it
+            moves to the host; a norm inside a linear is none of its own.
         parents: modules that hold its submodules: path, and the names of the classes that were tested there.
         within: names of classes of modules that may run within glue.
     """
@@ -169,6 +171,7 @@ class LayerKind:
     workspace_bytes: Callable[[Model, Parallel, Batch], tuple[int, ...]]
     parameters: Callable[[Model, int], int]
     recompute_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    offload_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     within: tuple[str, ...] = ()
 

@@ -49,6 +49,13 @@ _READS = {
     "linear_fc1": ("self_attn_bda.out", "pre_mlp_layernorm.out", "pre_mlp_layernorm.stats"),
 }
 
+OFFLOAD_MODULES = {
+    "qkv_linear": ("linear_qkv", "qkv_split"),
+    "core_attn": ("core_attention",),
+    "attn_proj": ("linear_proj",),
+}
+"""Norms of queries and keys run within the first."""
+
 
 def layer_graph(model: Model, parallel: Parallel, batch: Batch) -> LayerGraph:
     """Regions and storages of one layer on one tensor-parallel rank, for one microbatch.
@@ -206,6 +213,7 @@ KIND = LayerKind(
     workspace_bytes=dense.workspace_bytes,
     parameters=dense.parameters,
     recompute_modules=dense.RECOMPUTE_MODULES,
+    offload_modules=OFFLOAD_MODULES,
     parents=dense.PARENTS,
     within=dense.WITHIN,
 )

@@ -122,7 +122,8 @@ def modules_of(planner: str) -> tuple[str, ...]:
     """What a planner gives ``--recompute-modules``; nothing if it is another one."""
     if planner == "selective":
         return (SELECTIVE,)
-    return tuple(planner.removeprefix("modules-").split("+")) if planner.startswith("modules-") else ()
+    _, given, names = planner.rpartition("modules-")
+    return tuple(names.split("+")) if given else ()
 
 
 def plan_graph(

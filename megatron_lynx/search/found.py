@@ -15,7 +15,7 @@ from megatron_lynx.search.space import Config, Question
 SCHEMA = 1
 
 WITHOUT, WITH = "megatron", "lynx"
-"""Whose entry: Megatron's own options alone, or lynx's planners."""
+"""Whose entry: Megatron's own recomputation alone (offloading is left out), or lynx's planners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,32 +11,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_lynx import planner as planners
 from megatron_lynx.cost import CostTable
 from megatron_lynx.errors import ConfigError, InfeasibleError
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.layers import kind_of
-from megatron_lynx.partition.layout import Layout
-from megatron_lynx.plan import Plan, fingerprint
-from megatron_lynx.planner import PlannedStage, SolveOptions, check_planner
+from megatron_lynx.plan import Plan
+from megatron_lynx.planner import SolveOptions, check_planner
 from megatron_lynx.planner.baselines import module_sets
-from megatron_lynx.schedule import in_flight
 from megatron_lynx.search.check import check_plan
-from megatron_lynx.search.given import timeline_of
-from megatron_lynx.search.hosts import host_ns
-from megatron_lynx.search.rows import Row, StageRow
+from megatron_lynx.search.offload import OFFLOAD, best_offload
+from megatron_lynx.search.planned import Planned, assemble
+from megatron_lynx.search.rows import Row
 from megatron_lynx.search.splits import given_split, searched
-from megatron_lynx.search.stages import Split, StagePlans
-from megatron_lynx.search.throughput import mfu, tflops_per_gpu
-from megatron_lynx.simulator.timeline import Timeline
-from megatron_lynx.spec import Batch, Model, Optimizer, Parallel, job_facts
+from megatron_lynx.search.stages import StagePlans
+from megatron_lynx.spec import Batch, Model, Optimizer, Parallel
 
 __all__ = [
     "MEGATRON_METHODS",
     "METHODS",
+    "OFFLOAD",
     "PARTITIONS",
+    "RECOMPUTE_METHODS",
     "Job",
     "Planned",
     "check_plan",
@@ -52,15 +50,14 @@ PARTITIONS = ("keep", "greedy", "search")
 MODULES = "modules"
 """The best combination of Megatron's ``--recompute-modules``, the same on all stages."""
 
-MEGATRON_METHODS = ("none", "full-uniform", "full-block", "selective", MODULES)
+RECOMPUTE_METHODS = ("none", "full-uniform", "full-block", "selective", MODULES)
+"""Megatron's own ways to recompute, or not to."""
+
+MEGATRON_METHODS = (*RECOMPUTE_METHODS, OFFLOAD)
 """What Megatron can do without lynx."""
 
 METHODS = (*MEGATRON_METHODS, "tail-free", "checkmate", "adapipe", "heu", "opt")
 """All methods, in the order of a comparison."""
-
-_ONE_NUMBER = ("full-uniform", "full-block")
-"""Methods with a number that Megatron has once for all stages."""
-
 
 TIME_LIMIT_S = 40.0
 """What ``opt`` may take for one split of a job."""
@@ -82,117 +79,6 @@ stalls and overrun both on: where the steady state has none, all work in it over
 def planner_names() -> tuple[str, ...]:
     """Names that ``--planner`` takes."""
     return (*planners.PLANNERS, MODULES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A planned job: the plan, and what each stage's planner reported.
-
-    ``simulated_ns`` is from the first forward to the last backward; ``iteration_ns`` adds the
-    optimizer's step. ``host_bound`` says that the device waits for the host, and ``iteration_ns`` is
-    what that takes.
-    """
-
-    job: Job
-    plan: Plan
-    stages: tuple[PlannedStage, ...]
-    simulated_ns: int
-    iteration_ns: int
-    host_bound: bool = False
-
-    def timeline(self) -> Timeline:
-        """Simulate the step in full."""
-        return timeline_of(self.job, self.plan)
-
-    def row(self, method: str | None = None) -> Row:
-        """The numbers of this plan."""
-        return Row(
-            method=method or self.plan.planner,
-            planner=self.plan.planner,
-            fits=True,
-            iteration_ns=self.iteration_ns,
-            tokens_per_second=self.job.tokens * 1e9 / self.iteration_ns,
-            tflops_per_gpu=tflops_per_gpu(self.job, self.iteration_ns),
-            mfu=mfu(self.job, self.iteration_ns),
-            host_bound=self.host_bound,
-            layout=self.plan.layout,
-            stages=tuple(_stage_row(self.job, stage) for stage in self.stages),
-        )
-
-
-def _stage_row(job: Job, planned: PlannedStage) -> StageRow:
-    plan, report = planned.plan, planned.report
-    layers = tuple(layer for chunk in plan.chunks for layer in chunk)
-    footprint = job.footprint(plan.stage, len(layers))
-    costs, first, last = job.costs, plan.stage == 0, plan.stage == job.parallel.pp - 1
-    weights = tuple(map(len, plan.chunks)) if layers else None
-    return StageRow(
-        stage=plan.stage,
-        layers=layers,
-        in_flight=sum(in_flight(job.parallel, job.microbatches, plan.stage, weights)),
-        static_bytes=footprint.static_bytes,
-        kept_bytes=report.kept_bytes,
-        rebuilt_bytes=report.rebuilt_bytes,
-        peak_bytes=footprint.static_bytes + report.peak_bytes,
-        forward_ns=len(layers) * costs.layer.layer_forward_ns
-        + (costs.embedding_forward_ns if first else 0)
-        + (costs.head_forward_ns if last else 0),
-        backward_ns=len(layers) * costs.layer.layer_backward_ns
-        + (costs.embedding_backward_ns if first else 0)
-        + (costs.head_backward_ns if last else 0),
-        recompute_hidden_ns=report.hidden_ns,
-        recompute_exposed_ns=report.exposed_ns,
-        parameters=footprint.parameters,
-    )
-
-
-def _one_number(bench: StagePlans, method: str, split: Split) -> str:
-    """Megatron's full recomputation has one number for all stages: the smallest that fits them all.
-
-    Each stage alone would do with its own; the largest of those is where the search begins.
-
-    Raises:
-        InfeasibleError: no number fits.
-    """
-    alone = bench.whole(split, method)
-    number = max(int(stage.report.planner.rpartition("-")[2]) for stage in alone)
-    while True:
-        try:
-            bench.whole(split, f"{method}-{number}")
-        except InfeasibleError:
-            if number >= max(split):
-                raise
-            number += 1
-            continue
-        return f"{method}-{number}"
-
-
-def _assemble(bench: StagePlans, planner: str, split: Split) -> Planned:
-    """Plan every stage of a split and put the parts together."""
-    job = bench.job
-    if planner in _ONE_NUMBER:
-        planner = _one_number(bench, planner, split)
-    local = bench.best(split, planner)
-    stages = bench.placed(split, local)
-    layout = job.layout
-    if split != given_split(job) or (layout is None and len(set(split)) > 1):
-        layout = str(Layout.from_counts(split, job.parallel.pp, job.model.mtp_num_layers))
-    device_ns, waited_ns = bench.iteration(local), host_ns(bench.job, local)
-    whole = Plan(
-        planner=planner,
-        fingerprint=fingerprint(job.model, job.parallel, job.batch, job.graph),
-        job=job_facts(job.model, job.parallel, job.batch),
-        layout=layout,
-        stages=tuple(stage.plan for stage in stages),
-    )
-    return Planned(
-        job=job,
-        plan=whole,
-        stages=stages,
-        simulated_ns=bench.score(local),
-        iteration_ns=max(device_ns, waited_ns),
-        host_bound=waited_ns > device_ns,
-    )
 
 
 def _best_modules(bench: StagePlans, partition: str) -> Planned:
@@ -245,9 +131,11 @@ def _plan(bench: StagePlans, planner: str, partition: str) -> Planned:
         raise ConfigError(f"--partition {partition!r} is unknown; {', '.join(PARTITIONS)} works")
     if planner == MODULES:
         return _best_modules(bench, partition)
+    if planner == OFFLOAD:
+        return best_offload(bench)
     given = given_split(bench.job)
     if partition == "keep" or bench.job.parallel.pp == 1:
-        return _assemble(bench, planner, given)
+        return assemble(bench, planner, given)
     splits = [searched(bench, planner, partition)]
     if planner == "opt" and partition == "search" and not bench.late():
         with suppress(InfeasibleError):
@@ -261,7 +149,7 @@ def _plan(bench: StagePlans, planner: str, partition: str) -> Planned:
             break
         bench.end_by(part_of(whole, len(different) - number))
         try:
-            found.append(_assemble(bench, planner, split))
+            found.append(assemble(bench, planner, split))
         except InfeasibleError as error:
             errors.append(error)
     bench.end_by(whole)
@@ -332,7 +220,8 @@ def compare(
 ) -> tuple[Row, ...]:
     """Every method on the job's own split, then those of ``partitioned`` with ``search``.
 
-    ``modules`` gives a row for each combination of ``--recompute-modules``.
+    ``modules`` gives a row for each combination of ``--recompute-modules``, ``offload`` one for the best way
+    to offload.
 
     A method that does not fit gives a row that says why. With ``switches``, rows of ``opt`` with
     one kind of window switched off follow. ``progress`` is told what comes next. The methods share the
@@ -353,7 +242,7 @@ def compare(
             progress(method + suffix)
         try:
             planned = _plan(benches[switch], method, partition)
-            rows.append(planned.row(planned.plan.planner + suffix))
+            rows.append(planned.row((OFFLOAD if method == OFFLOAD else planned.plan.planner) + suffix))
         except InfeasibleError as error:
             rows.append(
                 Row(
@@ -361,8 +250,8 @@ def compare(
                     planner=method,
                     fits=False,
                     reason=str(error),
-                    stage=error.stage,
-                    needed_bytes=error.needed_bytes,
+                    stage=error.stage if error.needed_bytes else None,
+                    needed_bytes=error.needed_bytes or None,
                 )
             )
     return tuple(rows)
@@ -370,7 +259,8 @@ def compare(
 
 def method_of(planner: str) -> str:
     """A planner's name without its number or its modules."""
-    return MODULES if planner.startswith(f"{MODULES}-") else planner.rstrip("-0123456789")
+    whole = (name for name in (MODULES, OFFLOAD) if planner.startswith(f"{name}-"))
+    return next(whole, planner.rstrip("-0123456789"))
 
 
 def best_of(rows: Sequence[Row], planners: Iterable[str]) -> Row | None:

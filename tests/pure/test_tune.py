@@ -19,7 +19,7 @@ from megatron_lynx.search.floors import Floor
 from megatron_lynx.search.found import WITH, WITHOUT, Tuned
 from megatron_lynx.search.space import Config, Question, configurations
 from megatron_lynx.search.tune import Limits, tune
-from megatron_lynx.search.workflow import MEGATRON_METHODS, plan_job
+from megatron_lynx.search.workflow import RECOMPUTE_METHODS, plan_job
 from megatron_lynx.spec import Model
 from megatron_lynx.units import MIB
 
@@ -58,7 +58,7 @@ PROBLEMS = {
 def by_hand(question: Question, config: Config, side: str) -> int | None:
     """The best step of a configuration: every planner of a side, on the even split and with layers moved."""
     job, found = question.job(config), []
-    for planner in ("heu", "opt") if side == WITH else MEGATRON_METHODS:
+    for planner in ("heu", "opt") if side == WITH else RECOMPUTE_METHODS:
         for partition in ("keep", "search"):
             try:
                 found.append(plan_job(job, planner, partition).iteration_ns)
