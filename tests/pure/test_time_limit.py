@@ -51,7 +51,7 @@ def test_no_stage_is_planned_twice_once_time_is_over(solved: list[str], partitio
 
 
 def test_before_that_they_are(solved: list[str]) -> None:
-    plan_job(job(8 * GIB), "opt", time_limit_s=2.0)
+    plan_job(job(8 * GIB), "opt")
     assert len(solved) > 4 * PP
     assert "opt" in solved
 
