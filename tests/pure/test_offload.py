@@ -12,7 +12,9 @@ from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.hardware import read_cluster
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.layers import kind_of
+from megatron_lynx.layers.dense import RECOMPUTE_MODULES
 from megatron_lynx.presets import load_cluster, load_model, read_toml
+from megatron_lynx.search import offload
 from megatron_lynx.search.offload import (
     PARTS,
     Offload,
@@ -97,9 +99,12 @@ def test_what_a_part_on_the_device_saves_too_is_copied_and_not_freed() -> None:
     assert freed(one, "core_attn", "attn_proj") == (4 * hidden, 5 * hidden)
 
 
-def test_what_is_run_again_is_not_copied_and_what_that_reads_stays() -> None:
-    """The output of the norm is made again, from the layer's input: neither is freed."""
+def test_what_is_run_again_is_not_copied_and_what_that_reads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a kind's norms could be run again, their output would be made from the layer's input: neither is
+    freed."""
     one, hidden = job(micro=4), 32 * MIB
+    kind = replace(kind_of(one.model), recompute_modules=RECOMPUTE_MODULES)
+    monkeypatch.setattr(offload, "kind_of", lambda model: kind)
     assert freed(one, "qkv_linear", recompute="modules-layernorm") == (0, hidden)
 
 
@@ -200,9 +205,9 @@ def test_flags() -> None:
     assert offload_flags(str(Offload(("core_attn", "attn_proj"), 6))) == (
         f"{start} core_attn attn_proj --activation-offload-fraction 0.6 {wait}"
     )
-    assert offload_flags(str(Offload(("qkv_linear",), PARTS, "modules-mlp+layernorm"))) == (
+    assert offload_flags(str(Offload(("qkv_linear",), PARTS, "modules-core_attn+mlp"))) == (
         f"{start} qkv_linear --activation-offload-fraction 1 {wait} "
-        "--recompute-granularity selective --recompute-modules mlp layernorm"
+        "--recompute-granularity selective --recompute-modules core_attn mlp"
     )
     assert offload_flags(str(Offload(("qkv_linear",), 5, "selective"))).endswith(
         "--recompute-modules core_attn"
