@@ -133,7 +133,8 @@ def offloaded(job: Job, way: Offload) -> Job:
     layer, out = job.costs.layer, kind.output
     transfer_ns = -(-share * 10**9 // job.cluster.device.host_bytes_per_second)
     forward = max(0, transfer_ns - layer.layer_forward_ns)
-    backward = max(0, transfer_ns - layer.layer_backward_ns)
+    recomputed_ns = sum(layer.forward_ns.get(region, 0) for region in again)
+    backward = max(0, transfer_ns - layer.layer_backward_ns - recomputed_ns)
     slower = replace(
         layer,
         forward_ns={**layer.forward_ns, out: layer.forward_ns.get(out, 0) + forward},
@@ -169,6 +170,8 @@ def best_offload(bench: StagePlans) -> Planned:
         if found and found[0].iteration_ns <= floor_ns:
             break
         for modules in sets[planner]:
+            if bench.over() and (found or errors):
+                break
             try:
                 one = _fewest_parts(bench, modules, planner)
             except InfeasibleError as error:
@@ -187,7 +190,7 @@ def _fewest_parts(bench: StagePlans, modules: tuple[str, ...], recompute: str) -
         InfeasibleError: not even all of it is enough.
     """
     best, low, high = planned_way(bench, Offload(modules, PARTS, recompute)), 1, PARTS
-    while low < high:
+    while low < high and not bench.over():
         middle = (low + high) // 2
         try:
             best, high = planned_way(bench, Offload(modules, middle, recompute)), middle
