@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_lynx import __version__
@@ -45,6 +46,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 PLANNING = frozenset({"plan", "compare", "tune", "explain", "simulate", "args", "doctor"})
 """Commands after which ``-- COMMAND`` is the command line of the job to plan."""
+
+WRITTEN = ("output", "html", "trace", "docs", "json")
+"""Flags whose value, where it is one, is a file that is written when all is done."""
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -133,9 +137,25 @@ def _run(words: list[str], command: str | None) -> int:
         )
     if sys.stdout is None:
         raise ConfigError("standard output is closed; `> FILE` works")
+    for flag in WRITTEN:
+        if isinstance(path := getattr(args, flag, None), str | Path):
+            check_writable(f"--{flag}", Path(path))
     module, _ = COMMANDS[args.command]
     code: int = import_module(module).run(args)
     return code
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Refuse a file that could not be written at the end, before anything is searched or measured.
+
+    Raises:
+        ConfigError: its folder is missing or closed, or it is a folder itself.
+    """
+    folder = path.parent
+    if not folder.is_dir():
+        raise ConfigError(f"{flag} '{path}': there is no folder {folder}; {flag} {path.name} works")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{flag} '{path}' cannot be written; a file in a folder of your own works")
 
 
 def _joined(words: Sequence[str]) -> list[str]:

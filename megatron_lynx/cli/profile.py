@@ -34,7 +34,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "lynx profile: Megatron's arguments are missing; `lynx profile --output FILE -- ARGS`"
         )
-    check_writable(args.output)
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -46,19 +45,6 @@ def run(args: argparse.Namespace) -> int:
         Console().print(costs_table(table))
         Console().print(f"Written to {args.output}: for --lynx-profile, and `lynx plan --profile`.")
     return 0
-
-
-def check_writable(path: Path) -> None:
-    """Refuse a file that could not be written at the end, before anything is measured.
-
-    Raises:
-        ConfigError: its folder is missing or closed, or it is a folder itself.
-    """
-    folder = path.parent
-    if not folder.is_dir():
-        raise ConfigError(f"--output {path}: there is no folder {folder}; make it first")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"--output {path} cannot be written; a file such as costs.json works")
 
 
 def costs_table(costs: CostTable) -> Grid:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from megatron_lynx.cli.main import COMMANDS
 from tests.support.command import SMALL, TIGHT, Captured, lynx
 
 NONSENSE: list[tuple[list[str], tuple[str, ...]]] = [
@@ -69,3 +71,32 @@ def test_a_cluster_file_with_a_missing_link_is_refused(capsys: Captured, tmp_pat
 
 def _toy_file() -> Path:
     return Path(__file__).parents[2] / "megatron_lynx" / "configs" / "clusters" / "toy.toml"
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("profile", "--output"),
+        ("tune", "--html"),
+        ("tune", "--docs"),
+        ("tune", "--output"),
+        ("compare", "--html"),
+        ("simulate", "--trace"),
+        ("bench", "--json"),
+        ("bench", "--docs"),
+        ("reproduce", "--output"),
+    ],
+)
+def test_a_file_that_could_not_be_written_is_refused_before_anything_is_done(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, flag: str
+) -> None:
+    """With no other flag: each of them would miss something, or search or measure for minutes."""
+    module, _ = COMMANDS[command]
+    begun: list[object] = []
+    monkeypatch.setattr(import_module(module), "run", begun.append)
+    for path in (tmp_path / "none" / "x.md", tmp_path):
+        code, _, err = lynx(capsys, command, flag, str(path))
+        assert code == 2
+        assert f"{flag} '{path}'" in err
+        assert "works" in err
+    assert not begun
