@@ -69,7 +69,7 @@ def test_json_is_as_the_design_says(capsys: Captured, command: str) -> None:
     data = json.loads(out)
     assert set(data) == {"schema", "model", "parallel", "batch", "cluster", "rows"}
     assert data["schema"] == 1
-    assert len(data["rows"]) == (1 if command == "plan" else 20)
+    assert len(data["rows"]) == (1 if command == "plan" else 16)
     for row in data["rows"]:
         assert set(row) == set(ROW_FIELDS)
         assert all(isinstance(row[name], kind) for name, kind in ROW_FIELDS.items())

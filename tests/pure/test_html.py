@@ -165,7 +165,7 @@ def test_compare_writes_a_page_that_begins_with_the_fastest(capsys: Captured, tm
 
 def test_page_that_cannot_be_written_is_refused(capsys: Captured, tmp_path: Path) -> None:
     assert main(["simulate", *SMALL, "--planner", "heu", "--html", str(tmp_path / "no" / "page.html")]) == 2
-    assert "--html lynx.html works" in capsys.readouterr().err
+    assert "--html page.html works" in capsys.readouterr().err
 
 
 # lynx report
