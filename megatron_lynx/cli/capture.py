@@ -14,6 +14,7 @@ import sys
 from megatron_lynx.cli.launch.capturing import QUIET, Captured, Launch, capture
 from megatron_lynx.cli.launch.sources import Source, is_training
 from megatron_lynx.cli.megatron_args import parse_source
+from megatron_lynx.cli.output import write_text
 from megatron_lynx.cli.sizes import summary
 from megatron_lynx.errors import ConfigError
 
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         _say(f"{number}: {_describe(launch, found)}")
     lines = "".join(f"{launch.to_json()}\n" for launch in found.launches)
     if args.output:
-        _write(args.output, lines)
+        write_text(lines, args.output, "--output", "launches.jsonl")
         _say(f"written to {args.output}: `lynx compare --from-args {args.output}` plans it")
     else:
         sys.stdout.write(lines)
@@ -85,13 +86,3 @@ def _describe(launch: Launch, found: Captured) -> str:
         return f"{shown} ...: {error}"
     sizes = ", ".join(f"{name} {value}" for name, value in summary(read).items())
     return f"{shown} ...: {sizes}" + "".join(f"; {reason}" for reason in read.refused)
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(
-            f"--output {path!r} cannot be written ({error}); --output launches.jsonl works"
-        ) from error

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_lynx.cli.output import read_text, write_text
 from megatron_lynx.cli.report import compare_cells, progress, speedup, whole_name
-from megatron_lynx.errors import ConfigError
 from megatron_lynx.job import Job, make_job
 from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.search.rows import Row
@@ -89,8 +89,10 @@ def write_comparison(path: str, each_s: float = EACH_S, settings: Sequence[Setti
     """Compare everything and write the document; a setting has ``each_s`` seconds.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be read or written.
     """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    old = read_text(path, "--docs", "comparison.md")
     parts = [_HEAD.format(seconds=each_s)]
     details: list[str] = []
     with progress("comparing") as status:
@@ -103,15 +105,9 @@ def write_comparison(path: str, each_s: float = EACH_S, settings: Sequence[Setti
                 lines.append(_line(setting, rows))
                 details.append(_detail(setting, cluster, job, rows))
             parts.append(_overview(cluster, lines))
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        old = Path(path).read_text("utf-8") if Path(path).exists() else ""
-        tuned = [TUNED + old.partition(TUNED)[2]] if TUNED in old else []  # `lynx tune --docs` writes it
-        Path(path).write_text("\n".join([*parts, "## Every method\n", *details, *tuned]), "utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--docs {path!r} cannot be written ({error}); --docs comparison.md works"
-        ) from error
+    tuned = [TUNED + old.partition(TUNED)[2]] if TUNED in old else []  # `lynx tune --docs` writes it
+    text = "\n".join([*parts, "## Every method\n", *details, *tuned])
+    write_text(text, path, "--docs", "comparison.md")
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -10,10 +10,10 @@ import json
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 
 from megatron_lynx.cli.html_data import Json, Method, page_data
-from megatron_lynx.errors import ConfigError, InfeasibleError
+from megatron_lynx.cli.output import write_text
+from megatron_lynx.errors import InfeasibleError
 from megatron_lynx.job import Job
 from megatron_lynx.plan import Plan
 from megatron_lynx.search.given import timeline_of
@@ -59,18 +59,6 @@ def write_page(data: Json, path: str) -> None:
         ConfigError: it cannot be written.
     """
     write_text(page(data), path, "--html", "lynx.html")
-
-
-def write_text(text: str, path: str, flag: str, works: str) -> None:
-    """Write what ``flag`` asks for.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        Path(path).write_text(text, "utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag} {path!r} cannot be written ({error}); {flag} {works} works") from error
 
 
 def plan_page(

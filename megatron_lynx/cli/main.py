@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_lynx import __version__
+from megatron_lynx.cli.output import check_writable
 from megatron_lynx.errors import ConfigError, LynxError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -143,19 +144,6 @@ def _run(words: list[str], command: str | None) -> int:
     module, _ = COMMANDS[args.command]
     code: int = import_module(module).run(args)
     return code
-
-
-def check_writable(flag: str, path: Path) -> None:
-    """Refuse a file that could not be written at the end, before anything is searched or measured.
-
-    Raises:
-        ConfigError: its folder is missing or closed, or it is a folder itself.
-    """
-    folder = path.parent
-    if not folder.is_dir():
-        raise ConfigError(f"{flag} '{path}': there is no folder {folder}; {flag} {path.name} works")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"{flag} '{path}' cannot be written; a file in a folder of your own works")
 
 
 def _joined(words: Sequence[str]) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from megatron_lynx.cli.job import add_job_flags, choices_from, planned_by
+from megatron_lynx.cli.output import write_text
 from megatron_lynx.cli.report import (
     console,
     job_line,
@@ -17,10 +17,10 @@ from megatron_lynx.cli.report import (
     stage_table,
     summary,
 )
-from megatron_lynx.errors import ConfigError, InfeasibleError
+from megatron_lynx.errors import InfeasibleError
+from megatron_lynx.plan import Plan
 from megatron_lynx.search.advice import advice
 from megatron_lynx.search.rows import compare_json
-from megatron_lynx.search.workflow import Planned
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             raise
     row = planned.row()
     if args.output:
-        write_plan(planned, args.output)
+        write_plan(planned.plan, args.output)
     if args.json:
         sys.stdout.write(compare_json(job, [row]))
         return 0
@@ -60,16 +60,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def write_plan(planned: Planned, path: str) -> None:
+def write_plan(plan: Plan, path: str) -> None:
     """Write the plan in the form that the file's name asks for.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    text = planned.plan.to_json() if path.endswith(".json") else str(planned.plan)
-    try:
-        Path(path).write_text(text, "utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--output {path!r} cannot be written ({error}); --output plan.txt works"
-        ) from error
+    write_text(plan.to_json() if path.endswith(".json") else str(plan), path, "--output", "plan.txt")

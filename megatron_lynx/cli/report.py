@@ -181,8 +181,7 @@ def summary(job: Job, row: Row) -> str:
 
 def launch_flags(job: Job, row: Row) -> str:
     """The flags that a row stands for, beside those of the job itself."""
-    flags = _RECOMPUTE.get(row.planner) or offload_flags(row.planner) or None
-    flags = "" if row.planner == "none" else flags
+    flags = _RECOMPUTE.get(row.planner, offload_flags(row.planner) or None)
     kind, _, number = row.planner.rpartition("-")
     if flags is None and kind in ("full-uniform", "full-block"):
         method = kind.removeprefix("full-")

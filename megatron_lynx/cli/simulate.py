@@ -11,8 +11,8 @@ from pathlib import Path
 from megatron_lynx.cli.explain import check_fits, read_plan
 from megatron_lynx.cli.html import plan_page, write_page
 from megatron_lynx.cli.job import Choices, add_job_flags, choices_from, planned_by
+from megatron_lynx.cli.output import write_text
 from megatron_lynx.cli.report import Grid, console, job_line, print_notes, progress
-from megatron_lynx.errors import ConfigError
 from megatron_lynx.job import Job
 from megatron_lynx.plan import Plan
 from megatron_lynx.search.given import timeline_of
@@ -100,12 +100,7 @@ def write_trace(timeline: Timeline, job: Job, plan: Plan, path: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    try:
-        Path(path).write_text(to_json(timeline, _static(job, plan)), "utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--trace {path!r} cannot be written ({error}); --trace trace.json works"
-        ) from error
+    write_text(to_json(timeline, _static(job, plan)), path, "--trace", "trace.json")
 
 
 def _table(timeline: Timeline, job: Job, plan: Plan) -> Grid:

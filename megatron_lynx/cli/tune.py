@@ -19,9 +19,10 @@ from rich.status import Status
 from rich.table import Table
 
 from megatron_lynx.cli.args import megatron_flags
-from megatron_lynx.cli.html import write_text
 from megatron_lynx.cli.job import add_job_flags, read_profile, values_from, whole
 from megatron_lynx.cli.memory_flags import optimizer_from
+from megatron_lynx.cli.output import write_text
+from megatron_lynx.cli.plan import write_plan
 from megatron_lynx.cli.report import console, print_notes, progress
 from megatron_lynx.cli.tune_docs import EACH_S, write_tuned
 from megatron_lynx.cli.tune_page import tune_page
@@ -334,8 +335,7 @@ def _print_choice(tuned: Tuned, args: argparse.Namespace) -> None:
     launch = launch_of(tuned.question, entry, args.output or "plan.txt")
     out = console()
     if args.output:
-        text = entry.plan.to_json() if args.output.endswith(".json") else str(entry.plan)
-        write_text(text, args.output, "--output", "plan.txt")
+        write_plan(entry.plan, args.output)
         out.print(f"plan of entry {args.choose} written to {args.output}", markup=False)
     elif launch.needs_plan:
         out.print("--output plan.txt writes the plan that this command reads", markup=False)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from megatron_lynx.cli.docs import TUNED
-from megatron_lynx.cli.html import write_text
+from megatron_lynx.cli.output import read_text, write_text
 from megatron_lynx.cli.report import progress
-from megatron_lynx.errors import ConfigError
 from megatron_lynx.presets import load_cluster, load_model
 from megatron_lynx.search.found import WITH, WITHOUT, Found, Tuned
 from megatron_lynx.search.space import Question
@@ -42,10 +40,7 @@ def write_tuned(path: str, jobs: int, each_s: float = EACH_S) -> None:
     Raises:
         ConfigError: the document cannot be read or written.
     """
-    try:
-        text = Path(path).read_text("utf-8") if Path(path).exists() else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--docs {path!r} cannot be read ({error}); --docs comparison.md works") from error
+    text = read_text(path, "--docs", "comparison.md")
     section = _HEAD.format(seconds=each_s) + "".join(_lines(jobs, each_s))
     whole = text.partition(TUNED)[0].rstrip() + "\n\n" + section
     write_text(whole.lstrip(), path, "--docs", "comparison.md")

@@ -315,10 +315,11 @@ def _table_seeds(
     something does, first with chunks as equal as can be, then with any."""
     pp, vpp, total = start.pp, start.vpp, start.num_layers
     uneven_from = total
+    stop = evaluations.over if whole else evaluations.hurry
     for unequal in (False, True) if whole and vpp > 1 else (False,):
         near = reach
         while True:
-            if evaluations.over() or (not whole and evaluations.hurry()):
+            if stop():
                 return
             table = _table(start, evaluations, near, unequal=unequal, whole=whole)
             found = bottleneck(table.periods, total)
@@ -337,6 +338,7 @@ def _table(start: Partition, evaluations: Evaluations[C], reach: int, *, unequal
     where nothing is known to fit (``whole``), only when time is over."""
     pp, vpp, total = start.pp, start.vpp, start.num_layers
     most = total - (pp - 1) * vpp
+    stop = evaluations.over if whole and not unequal else evaluations.hurry
     periods: list[dict[int, int]] = []
     shares: list[dict[int, tuple[int, ...]]] = []
     for rank in range(pp):
@@ -344,7 +346,7 @@ def _table(start: Partition, evaluations: Evaluations[C], reach: int, *, unequal
         own = sum(start.on(rank))
         for layers in range(max(vpp, own - reach), min(most, own + reach) + 1):
             for share in spread(layers, vpp, last=rank == pp - 1, unequal=unequal):
-                if evaluations.over() or ((unequal or not whole) and evaluations.hurry()):
+                if stop():
                     break
                 period = evaluations.period(rank, share)
                 if period is not None:

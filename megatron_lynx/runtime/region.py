@@ -17,10 +17,8 @@ from megatron_lynx.errors import TapeError
 from megatron_lynx.layers.kind import Glue
 from megatron_lynx.runtime.program import Step
 from megatron_lynx.runtime.rng import RandomSource, RandomState
-from megatron_lynx.runtime.storage import SavedTensor, Slot, TapeStorage
+from megatron_lynx.runtime.storage import SavedTensor, TapeStorage
 
-Wanted = TapeStorage | Slot
-"""What a run made and the plan drops."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Place = TypeVar("Place")
 
@@ -130,14 +128,14 @@ class RegionRun:
         self.reads: tuple[TapeStorage, ...] = ()
         self.answers: dict[str, Any] = {}
         self.random: RandomState | None = None
-        self.saved: list[tuple[int, ref[TapeStorage] | ref[Slot]]] = []
+        self.saved: list[tuple[int, ref[TapeStorage]]] = []
         self.passed: list[tuple[tuple[str, int], ref[TapeStorage]]] = []
         self.packs = 0
         self.closes: Mapping[str, str] = {}
 
-    def make(self, label: str, storage: torch.UntypedStorage) -> TapeStorage:
+    def make(self, label: str) -> TapeStorage:
         """A storage that this run made and the plan drops."""
-        return TapeStorage(label, self, storage.nbytes())
+        return TapeStorage(label, self)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook of a span: all of it runs again, so the ordinal alone tells what is saved."""
@@ -145,18 +143,18 @@ class RegionRun:
         with torch._C.DisableTorchFunction():
             if type(tensor) is not torch.Tensor or is_weight(tensor):
                 return tensor
-        slot = Slot(self.step.label, self)
-        self.saved.append((ordinal, ref(slot)))
-        return slot
+        made = self.make(self.step.label)
+        self.saved.append((ordinal, ref(made)))
+        return made
 
-    def missing(self, labels: Iterable[str] | None = None) -> set[Wanted]:
+    def missing(self, labels: Iterable[str] | None = None) -> set[TapeStorage]:
         """What this run made, is absent and somebody wants: of ``labels``, or of all."""
         alive = (storage() for _, storage in (*self.saved, *self.passed))
         return {
             s for s in alive if s is not None and s.data is None and (labels is None or s.label in labels)
         }
 
-    def is_hollow(self, wanted: Iterable[Wanted]) -> bool:
+    def is_hollow(self, wanted: Iterable[TapeStorage]) -> bool:
         """Whether ``wanted`` are masks alone, which depend on no input (design, rule 3.5)."""
         mask = self.step.label
         return mask != self.step.name and all(storage.label == mask for storage in wanted)
@@ -168,12 +166,12 @@ class RegionRun:
             for storage in self.reads
         )
 
-    def rebuild_for(self, storage: Wanted) -> None:
+    def rebuild_for(self, storage: TapeStorage) -> None:
         """Run again on demand: for ``storage`` and all else that is wanted and no window is to rebuild."""
         on_the_side = {s for s in self.missing() if s.label not in self.windows}
         self.rebuild(on_the_side | {storage})
 
-    def rebuild(self, wanted: set[Wanted]) -> None:
+    def rebuild(self, wanted: set[TapeStorage]) -> None:
         """Run again until ``wanted`` is there; what it reads is rebuilt first, unless it needs none."""
         if not wanted:
             return
@@ -208,14 +206,14 @@ class Replay:
 
     __slots__ = ("_all", "_by_ordinal", "_ordinal", "_passed", "_wanted", "run")
 
-    def __init__(self, run: RegionRun, wanted: set[Wanted]) -> None:
+    def __init__(self, run: RegionRun, wanted: set[TapeStorage]) -> None:
         self.run = run
         self._all, self._wanted = wanted, set(wanted)
         self._ordinal = 0
         self._by_ordinal = dict(self._of(run.saved))
         self._passed = dict(self._of(run.passed))
 
-    def _of(self, made: list[tuple[Place, Any]]) -> Iterator[tuple[Place, Wanted]]:
+    def _of(self, made: list[tuple[Place, ref[TapeStorage]]]) -> Iterator[tuple[Place, TapeStorage]]:
         for place, reference in made:
             storage = reference()
             if storage is not None and storage in self._wanted:
@@ -259,7 +257,7 @@ class Replay:
             if not self._wanted:
                 raise ReplayDone
 
-    def _fill(self, storage: Wanted, tensor: torch.Tensor) -> None:
+    def _fill(self, storage: TapeStorage, tensor: torch.Tensor) -> None:
         if storage in self._wanted:
             with torch._C.DisableTorchFunction():
                 storage.fill(tensor.detach())

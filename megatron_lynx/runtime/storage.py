@@ -19,31 +19,38 @@ from megatron_lynx.graph import INPUT
 class Maker(Protocol):
     """What can make an absent storage again."""
 
-    def rebuild_for(self, storage: TapeStorage | Slot) -> None:
+    def rebuild_for(self, storage: TapeStorage) -> None:
         """Give ``storage`` its memory back."""
 
 
 class TapeStorage:
-    """A storage that the plan drops.
+    """A storage that the plan drops, or of a span a tensor that autograd saved: when all of the span runs
+    again, what is saved at the same ordinal is that tensor.
 
     Attributes:
         label: the plan's name of what produced it; a region, or the mask drawn inside one.
         maker: the run that makes it again; None once it is there.
         data: a tensor on the memory, or None while it is dropped and not rebuilt.
-        size_bytes: its size.
     """
 
-    __slots__ = ("__weakref__", "data", "label", "maker", "size_bytes")
+    __slots__ = ("__weakref__", "data", "label", "maker")
 
-    def __init__(self, label: str, maker: Maker, size_bytes: int) -> None:
+    def __init__(self, label: str, maker: Maker) -> None:
         self.label = label
         self.maker: Maker | None = maker
         self.data: torch.Tensor | None = None
-        self.size_bytes = size_bytes
 
     def fill(self, data: torch.Tensor) -> None:
         """Take memory back, by a tensor on it outside any graph; what made it is not needed any more."""
         self.data, self.maker = data, None
+
+    def restore(self) -> torch.Tensor:
+        """The tensor on the memory; rebuilt first if it is absent."""
+        if self.data is None and self.maker is not None:
+            self.maker.rebuild_for(self)
+        if self.data is None:
+            raise AssertionError(f"{self.label} was not rebuilt")  # a run that ends without it raises
+        return self.data
 
 
 Known = tuple[TapeStorage, StorageWeakRef]
@@ -66,12 +73,7 @@ class SavedTensor:
 
     def restore(self) -> torch.Tensor:
         """The tensor, on its storage's data, outside any autograd graph; rebuilt first if it is absent."""
-        storage = self.storage
-        if storage.data is None and storage.maker is not None:
-            storage.maker.rebuild_for(storage)
-        data = storage.data
-        if data is None:
-            raise AssertionError(f"{storage.label} was not rebuilt")  # a run that ends without it raises
+        data = self.storage.restore()
         with torch._C.DisableTorchFunction():
             if data.dtype is self.dtype:
                 return data.as_strided(self.size, self.stride, self.offset)
@@ -84,35 +86,6 @@ class SavedTensor:
             return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
 
-class Slot:
-    """A tensor that autograd saved in a span, by its ordinal alone: when all of the span runs again, what is
-    saved there is this tensor, whatever its storage and geometry.
-
-    Attributes:
-        maker: the run that makes it again; None once it is there.
-        data: the tensor outside any graph, or None while it is not rebuilt.
-    """
-
-    __slots__ = ("__weakref__", "data", "label", "maker")
-
-    def __init__(self, label: str, maker: Maker) -> None:
-        self.label = label
-        self.maker: Maker | None = maker
-        self.data: torch.Tensor | None = None
-
-    def fill(self, data: torch.Tensor) -> None:
-        """Take the tensor; what made it is not needed any more."""
-        self.data, self.maker = data, None
-
-    def restore(self) -> torch.Tensor:
-        """The tensor; rebuilt first if it is absent."""
-        if self.data is None and self.maker is not None:
-            self.maker.rebuild_for(self)
-        if self.data is None:
-            raise AssertionError(f"{self.label} was not rebuilt")  # a run that ends without it raises
-        return self.data
-
-
 def unpack(saved: Any) -> Any:
     """Called by autograd when a backward needs what ``pack`` returned (Rule 4)."""
     return saved if isinstance(saved, torch.Tensor) else saved.restore()
@@ -121,9 +94,9 @@ def unpack(saved: Any) -> Any:
 class _Nobody:
     """Stands where no run is."""
 
-    def rebuild_for(self, storage: TapeStorage | Slot) -> None:
+    def rebuild_for(self, storage: TapeStorage) -> None:
         """Nothing to do."""
 
 
-NOTHING = TapeStorage(INPUT, _Nobody(), 0)
+NOTHING = TapeStorage(INPUT, _Nobody())
 """The storage of hollow arguments, which are never restored."""

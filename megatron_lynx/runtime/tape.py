@@ -233,7 +233,7 @@ class LayerTape:
             key = storage._cdata
             known = self._known.get(key)
             if known is None and key not in self._kept:
-                known = self._register(run.make(run.step.name, storage), storage)
+                known = self._register(run.make(run.step.name), storage)
             if known is not None and known[0].maker is run:
                 run.passed.append(((name, place), ref(known[0])))
 
@@ -369,7 +369,7 @@ class LayerTape:
         if known is None:
             if run is None or not run.step.drops_saved or key in self._kept:
                 return tensor
-            known = self._register(run.make(run.step.label, storage), storage)
+            known = self._register(run.make(run.step.label), storage)
         if run is not None and known[0].maker is run:
             run.saved.append((ordinal, ref(known[0])))
         return SavedTensor(known[0], tensor)

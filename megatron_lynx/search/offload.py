@@ -160,27 +160,28 @@ def best_offload(bench: StagePlans) -> Planned:
     Raises:
         InfeasibleError: none fits; of the one that lacks least. There are no figures: needs 0 bytes.
     """
-    job, found, errors = bench.job, list[Planned](), list[InfeasibleError]()
+    job, errors = bench.job, list[InfeasibleError]()
+    best: Planned | None = None
     if reason := why_not(job):
         raise InfeasibleError(reason, stage=0, budget_bytes=job.memory_bytes, needed_bytes=0)
     roomy = StagePlans(replace(job, memory_bytes=_UNLIMITED), bench.options, bench.time_limit_s)
-    floors = [(assemble(roomy, planner, given_split(job)).iteration_ns, planner) for planner, _ in ways(job)]
-    sets = dict(ways(job))
-    for floor_ns, planner in sorted(floors):
-        if found and found[0].iteration_ns <= floor_ns:
+    floors = [(assemble(roomy, way[0], given_split(job)).iteration_ns, *way) for way in ways(job)]
+    for floor_ns, planner, sets in sorted(floors):
+        if best is not None and best.iteration_ns <= floor_ns:
             break
-        for modules in sets[planner]:
-            if bench.over() and (found or errors):
+        for modules in sets:
+            if bench.over() and (best or errors):
                 break
             try:
                 one = _fewest_parts(bench, modules, planner)
             except InfeasibleError as error:
                 errors.append(error)
                 continue
-            found = [min([*found, one], key=lambda planned: planned.iteration_ns)]
-    if not found:
+            if best is None or one.iteration_ns < best.iteration_ns:
+                best = one
+    if best is None:
         raise min(errors, key=lambda error: error.needed_bytes)
-    return found[0]
+    return best
 
 
 def _fewest_parts(bench: StagePlans, modules: tuple[str, ...], recompute: str) -> Planned:

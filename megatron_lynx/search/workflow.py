@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from megatron_lynx import planner as planners
 from megatron_lynx.cost import CostTable
@@ -87,20 +88,30 @@ def _best_modules(bench: StagePlans, partition: str) -> Planned:
     Raises:
         InfeasibleError: none fits; of the one that lacks least.
     """
-    found, errors, whole = list[Planned](), list[InfeasibleError](), bench.deadline
     sets = module_sets(kind_of(bench.job.model).recompute_modules)
-    for number, planner in enumerate(sets):
-        if found and whole is not None and time.monotonic() >= whole:
-            break
-        bench.end_by(part_of(whole, len(sets) - number))
-        try:
-            found.append(_plan(bench, planner, partition))
-        except InfeasibleError as error:
-            errors.append(error)
-    bench.end_by(whole)
+    found, errors = _in_turn(bench, [partial(_plan, bench, planner, partition) for planner in sets])
     if errors and not found:
         raise min(errors, key=lambda error: error.needed_bytes)
     return min(found, key=lambda planned: planned.iteration_ns)
+
+
+def _in_turn(
+    bench: StagePlans, ways: Sequence[Callable[[], Planned]]
+) -> tuple[list[Planned], list[InfeasibleError]]:
+    """What comes of each of ``ways``, and why some fit nothing. They share the time until the deadline of
+    ``bench``; after it, none follows the first that fits."""
+    found, errors, whole = list[Planned](), list[InfeasibleError](), bench.deadline
+    for number, way in enumerate(ways):
+        bench.end_by(whole)
+        if found and bench.over():
+            break
+        bench.end_by(part_of(whole, len(ways) - number))
+        try:
+            found.append(way())
+        except InfeasibleError as error:
+            errors.append(error)
+    bench.end_by(whole)
+    return found, errors
 
 
 def plan_job(
@@ -142,17 +153,8 @@ def _plan(bench: StagePlans, planner: str, partition: str) -> Planned:
             splits.append(searched(bench, "checkmate", partition))
     if planner == "heu":
         splits += bench.chosen.get("checkmate", ())
-    found, errors = list[Planned](), list[InfeasibleError]()
-    whole, different = bench.deadline, list(dict.fromkeys((*splits, given)))
-    for number, split in enumerate(different):
-        if found and whole is not None and time.monotonic() >= whole:
-            break
-        bench.end_by(part_of(whole, len(different) - number))
-        try:
-            found.append(assemble(bench, planner, split))
-        except InfeasibleError as error:
-            errors.append(error)
-    bench.end_by(whole)
+    different = dict.fromkeys((*splits, given))
+    found, errors = _in_turn(bench, [partial(assemble, bench, planner, split) for split in different])
     if not found:
         raise errors[0]
     bench.chosen.setdefault(planner, []).extend(splits)
