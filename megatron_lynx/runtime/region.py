@@ -108,12 +108,13 @@ class RegionRun:
         saved, passed: what it made and the plan drops, by ordinal of the save, and by the name of the part
             that passed it on and the place among its tensors. What nobody wants any more is gone.
         packs: how many tensors autograd saved while it ran.
+        kept: of a span, the storages of its arguments that stay, by address.
         closes: of a span (``program``), by part, the glue that ends before it.
     """
 
     __slots__ = (
-        "__weakref__", "answers", "arguments", "call", "closes", "host", "layer", "packs", "passed", "random",
-        "reads", "saved", "step", "windows",
+        "__weakref__", "answers", "arguments", "call", "closes", "host", "kept", "layer", "packs", "passed",
+        "random", "reads", "saved", "step", "windows",
     )  # fmt: skip
 
     def __init__(
@@ -132,16 +133,20 @@ class RegionRun:
         self.passed: list[tuple[tuple[str, int], ref[TapeStorage]]] = []
         self.packs = 0
         self.closes: Mapping[str, str] = {}
+        self.kept: set[int] = set()
 
     def make(self, label: str) -> TapeStorage:
         """A storage that this run made and the plan drops."""
         return TapeStorage(label, self)
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """The pack hook of a span: all of it runs again, so the ordinal alone tells what is saved."""
+        """The pack hook of a span: all of it runs again, so of what it makes the ordinal alone tells what is
+        saved. Its arguments stay."""
         ordinal, self.packs = self.packs, self.packs + 1
+        if type(tensor) is not torch.Tensor:
+            return tensor
         with torch._C.DisableTorchFunction():
-            if type(tensor) is not torch.Tensor or is_weight(tensor):
+            if is_weight(tensor) or tensor.untyped_storage()._cdata in self.kept:
                 return tensor
         made = self.make(self.step.label)
         self.saved.append((ordinal, ref(made)))
@@ -264,12 +269,10 @@ class Replay:
             self._wanted.discard(storage)
 
     def rebuilt(self) -> tuple[int, int]:
-        """How many blocks of memory it gave back, and their bytes; what it was given is not among them."""
+        """How many blocks of memory it gave back, and their bytes."""
         with torch._C.DisableTorchFunction():
             back = [one.data.untyped_storage() for one in self._all if one.data is not None]
             blocks = {storage._cdata: storage.nbytes() for storage in back}
-            for tensor in flatten(self.run.arguments):
-                blocks.pop(tensor.untyped_storage()._cdata, None)
         return len(blocks), sum(blocks.values())
 
     def take(self, name: str, outputs: Any) -> None:

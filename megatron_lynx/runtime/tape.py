@@ -263,7 +263,7 @@ class LayerTape:
             reads: list[TapeStorage] = []
             arguments = (hidden, *others[0]), others[1]
             run.arguments = map_leaves(arguments, torch.Tensor, self._keeper(reads))
-            run.reads, run.closes = tuple(reads), span.closes
+            run.reads, run.closes, run.kept = tuple(reads), span.closes, self._kept
         if span.step.draws:
             run.random = self.host.rng.capture()
         self._span = span
